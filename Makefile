@@ -1,0 +1,50 @@
+# Everything runs in .venv, which scripts/env.sh makes. `make help` lists the targets.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help env model demo test bench check fmt wheel clean
+
+# Safe path: run from here, the folder sched/ must not hide the standard library's module.
+export PYTHONSAFEPATH := 1
+export HF_HUB_OFFLINE := 1
+unexport PYTHONPATH
+
+PY := .venv/bin/python
+MODEL := $$($(PY) -m sglang_ext.scripts.model)
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+env:  ## make .venv: pinned packages from the user's cache, and our wheels (FRESH=1: no cache)
+	@scripts/env.sh
+
+model: env  ## fetch and convert the small model, once per user
+	@$(PY) -m sglang_ext.scripts.model
+
+demo: model  ## serve the small model with and without PIC; one table, build/demo.json
+	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.demo --model "$$model"
+
+test: model check  ## every check and every test
+	@export PIC_MODEL=; PIC_MODEL=$(MODEL); exec $(PY) -m pytest
+
+bench: model  ## interleaved plain and PIC pairs; build/bench.json and a plot
+	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.bench --model "$$model"
+
+check: env  ## lint, format, types, import layers, wheel contents
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	$(PY) -m check_wheel_contents .venv/wheels/sglang_pic-*.whl
+
+fmt: env  ## fix what ruff can fix, and format
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+wheel: env  ## build both wheels into dist/
+	rm -rf dist
+	scripts/wheels.sh build $(PY) dist
+
+clean:  ## remove .venv and all that was built here; the user's cache stays
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Measured latencies of one model, GPU and SGLang version."""

@@ -1,0 +1,1 @@
+"""Thin command lines over the package; each module has `main(argv) -> int`."""

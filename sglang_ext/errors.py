@@ -1,0 +1,58 @@
+"""Every exception this package raises on purpose.
+
+    ExtError
+    ├── ConfigError            a start-up option is wrong or contradicts another
+    ├── UnsupportedSGLang      this SGLang version, model, backend or feature is not supported
+    ├── RequestError           a `pic_*` key of a request is wrong (also a ValueError: HTTP 400)
+    ├── ShapeError             an array has the wrong shape, dtype or device (also a ValueError)
+    ├── IndexUnavailable       the chunk index cannot be reached; counts as a miss
+    ├── ChunkCorrupt           a payload does not match its checksum; counts as a miss
+    ├── PlanInfeasible         a plan cannot be carried out; the request is prefilled in full
+    └── SelfTestFailed         the start-up self-test does not hold on this model and backend
+
+Imports nothing, so that every layer may use it.
+"""
+
+
+class ExtError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(ExtError):
+    """A start-up option is wrong; the message names it, what was got and what is expected."""
+
+
+class UnsupportedSGLang(ExtError):
+    """This SGLang version, model, backend or feature is not supported; one line says which."""
+
+
+class RequestError(ExtError, ValueError):
+    """A request's `pic_*` key is wrong; the message names key, got and expected."""
+
+    def __init__(self, key: str, got: object, expected: str) -> None:
+        self.key = key
+        super().__init__(f"{key}: got {got!r}, expected {expected}")
+
+
+class ShapeError(ExtError, ValueError):
+    """An array differs in shape, dtype or device; the message says name, expected, got."""
+
+
+class IndexUnavailable(ExtError):
+    """The chunk index cannot be reached; callers count a miss."""
+
+
+class ChunkCorrupt(ExtError):
+    """A payload does not match what was stored; callers drop it and count a miss."""
+
+
+class PlanInfeasible(ExtError):
+    """A plan cannot be carried out; the request is prefilled in full, with this reason."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class SelfTestFailed(ExtError):
+    """The start-up self-test failed; PIC stays off."""

@@ -1,0 +1,302 @@
+"""Carries out the plans of one extend batch: look up, compute misses, place, patch.
+
+Knows the order in which KV must be ready, and what to do when something is not: a request whose
+KV cannot be prepared is computed in full by the same passes. Does not know how a pass is built
+(`rows`), how KV is copied (`kv_pool`), or which tokens deserve what (`recompute`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sglang_ext.chunk_index.cache import ChunkCache, Lease
+from sglang_ext.chunk_index.chunking import ChunkSegment
+from sglang_ext.chunk_index.identity import ChunkKey
+from sglang_ext.chunk_index.spans import Span, clip_spans, subtract_spans
+from sglang_ext.errors import PlanInfeasible
+from sglang_ext.kv_pool import KvPool, Piece, SegmentKV
+from sglang_ext.recompute.planning import (
+    Miss,
+    Placement,
+    PromptPlan,
+    place_segments,
+    plan_prompt,
+    resolve_hits,
+)
+from sglang_ext.report import Outcome, PicReport, Reason
+from sglang_ext.rows import Forward, Row, RowRunner
+from sglang_ext.task import PicTask
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request of the batch.
+
+    Attributes:
+        req: SGLang's request.
+        task: Its PIC state; None for a request that PIC does not touch.
+        token_ids: `[kv_len]` int64, tokens up to the end of this extend.
+        prefix_len: Tokens whose slots belong to SGLang's tree; never written.
+        slots: `[kv_len]` int64, the request's slots.
+        payloads: KV of this prompt's segments, cached ones and those just computed.
+    """
+
+    req: Any
+    task: PicTask | None
+    token_ids: npt.NDArray[np.int64]
+    prefix_len: int
+    slots: Tensor
+    payloads: dict[ChunkKey, SegmentKV] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def full_runs(self) -> tuple[Span, ...]:
+        return (Span(self.prefix_len, self.num_tokens),)
+
+
+class PicExecutor:
+    """Executes extend batches that hold at least one active `PicTask`."""
+
+    def __init__(
+        self,
+        rows: RowRunner,
+        pool: KvPool,
+        cache: ChunkCache[SegmentKV],
+        req_to_token: Tensor,
+        now_ms: Callable[[], int],
+    ) -> None:
+        self._rows = rows
+        self._pool = pool
+        self._cache = cache
+        self._req_to_token = req_to_token
+        self._now_ms = now_ms
+
+    def run(self, batch: Any, forward: Forward) -> Tensor:
+        """Compute the batch, K/V in place.
+
+        Args:
+            batch: SGLang's ScheduleBatch in extend mode. Not modified but for the requests'
+                reports and their `skip_radix_cache_insert`.
+            forward: SGLang's own forward of a ForwardBatch.
+
+        Returns:
+            `[batch_size, vocab]` logits of each request's last token.
+        """
+        computed: dict[ChunkKey, SegmentKV] = {}
+        rows: list[Row] = []
+        for index, req in enumerate(batch.reqs):
+            job = self._make_job(index, req, batch)
+            runs = self._prepare(job, computed, batch, forward)
+            rows.append(Row(req, job.token_ids, runs))
+        started = time.perf_counter()
+        logits = self._rows.run(rows, batch, forward)
+        patch_ms = (time.perf_counter() - started) * 1e3
+        for task in filter(None, map(active_task, batch.reqs)):
+            task.report.phase_ms["patch"] = patch_ms
+        return torch.stack(logits)
+
+    def _make_job(self, index: int, req: Any, batch: Any) -> _Job:
+        prefix_len = int(batch.prefix_lens[index])
+        kv_len = prefix_len + int(batch.extend_lens[index])
+        token_ids = np.asarray(req.full_untruncated_fill_ids[:kv_len], dtype=np.int64)
+        slots = self._req_to_token[req.kv.req_pool_idx, :kv_len].long()
+        return _Job(req, active_task(req), token_ids, prefix_len, slots)
+
+    def _prepare(
+        self, job: _Job, computed: dict[ChunkKey, SegmentKV], batch: Any, forward: Forward
+    ) -> tuple[Span, ...]:
+        """Bring a request's KV into place; returns what is left to compute in context."""
+        task = job.task
+        if task is None:
+            return job.full_runs
+        try:
+            plan = self._prepare_active(job, task, computed, batch, forward)
+        except Exception as exc:
+            logger.exception("rid=%s pic fallback=%s", job.req.rid, Reason.ERROR.value)
+            deactivate(job.req, Reason.ERROR, f"{type(exc).__name__}: {exc}")
+            return job.full_runs
+        job.req.skip_radix_cache_insert = not plan.is_exact
+        return plan.runs
+
+    def _prepare_active(
+        self,
+        job: _Job,
+        task: PicTask,
+        computed: dict[ChunkKey, SegmentKV],
+        batch: Any,
+        forward: Forward,
+    ) -> PromptPlan:
+        if job.num_tokens < len(task.token_ids):
+            raise PlanInfeasible("chunked", f"{job.num_tokens} of {len(task.token_ids)} tokens")
+        report = task.report
+        with _timed(report, "lookup"):
+            lease = self._cache.acquire([c.segments for c in task.chunks], self._now_ms())
+        with lease:
+            with _timed(report, "lookup"):
+                self._load(job, task, lease)
+                known = [key for key in computed if key not in job.payloads]
+                job.payloads.update((key, computed[key]) for key in known)
+                hits = resolve_hits(
+                    task.chunks, lease.num_hits, known, job.prefix_len, task.keeps_query
+                )
+                plan = plan_prompt(
+                    task.chunks,
+                    hits,
+                    task.selection,
+                    job.prefix_len,
+                    job.num_tokens,
+                    task.keeps_query,
+                )
+            with _timed(report, "misses"):
+                self._compute_misses(job, task, plan, computed, batch, forward)
+            with _timed(report, "place"):
+                report.bytes_loaded = self._place_all(job, plan)
+            _fill_report(report, plan, bool(known) or any(lease.num_hits))
+        return plan
+
+    def _load(self, job: _Job, task: PicTask, lease: Lease[SegmentKV]) -> None:
+        for index, chunk in enumerate(task.chunks):
+            payloads = lease.payloads(index)
+            for segment, payload in zip(chunk.segments, payloads, strict=False):
+                job.payloads[segment.key] = payload
+
+    def _compute_misses(
+        self,
+        job: _Job,
+        task: PicTask,
+        plan: PromptPlan,
+        computed: dict[ChunkKey, SegmentKV],
+        batch: Any,
+        forward: Forward,
+    ) -> None:
+        """Compute every miss once; one that needs another's segments waits for its pass."""
+        waiting: list[Miss] = []
+        for miss in plan.misses:
+            is_ready = all(segment.key in job.payloads for segment in miss.cached)
+            if waiting and not is_ready:
+                self._compute_together(job, task, waiting, computed, batch, forward)
+                waiting = []
+            waiting.append(miss)
+        if waiting:
+            self._compute_together(job, task, waiting, computed, batch, forward)
+
+    def _compute_together(
+        self,
+        job: _Job,
+        task: PicTask,
+        misses: Sequence[Miss],
+        computed: dict[ChunkKey, SegmentKV],
+        batch: Any,
+        forward: Forward,
+    ) -> None:
+        rows = []
+        for miss in misses:
+            span = miss.chunk_span
+            context = place_segments(miss.cached, span, job.prefix_len)
+            self._place(job, [placement._replace(delta=0) for placement in context])
+            local = Span(miss.start - span.start, span.num_tokens)
+            table = job.slots[span.start : span.end]
+            rows.append(Row(job.req, job.token_ids[span.start : span.end], (local,), table))
+        self._rows.run(rows, batch, forward)
+        for miss in misses:
+            for segment in miss.missing:
+                payload = self._pool.capture(job.slots[segment.span.start : segment.span.end])
+                job.payloads[segment.key] = computed[segment.key] = payload
+                is_query = miss.chunk_span.end == task.chunks[-1].span.end
+                if task.keeps_query or (task.keeps_chunks and not is_query):
+                    self._store(task, segment, payload)
+
+    def _store(self, task: PicTask, segment: ChunkSegment, payload: SegmentKV) -> None:
+        options = task.options
+        self._cache.store(
+            segment,
+            payload,
+            self._now_ms(),
+            doc_ids=options.doc_ids,
+            ttl_ms=None if options.ttl_s is None else int(options.ttl_s * 1e3),
+            pinned=options.is_pinned,
+            owner=task.owner,
+        )
+
+    def _place_all(self, job: _Job, plan: PromptPlan) -> int:
+        """Place hits and fresh misses at their positions; returns the bytes written."""
+        fresh = [
+            placement
+            for miss in plan.misses
+            if miss.is_used
+            for placement in place_segments(miss.missing, miss.chunk_span, job.prefix_len)
+        ]
+        return self._place(job, [*plan.placements, *fresh], plan.runs)
+
+    def _place(
+        self, job: _Job, placements: Sequence[Placement], overwritten: Sequence[Span] = ()
+    ) -> int:
+        """Write the parts of placements that are not computed afterwards anyway."""
+        pieces: list[Piece] = []
+        spans: list[Span] = []
+        for placement in placements:
+            payload = job.payloads[placement.segment.key]
+            origin = placement.segment.span.start
+            for span in subtract_spans([placement.span], clip_spans(overwritten, *placement.span)):
+                pieces.append(
+                    Piece(payload, span.start - origin, span.end - origin, placement.delta)
+                )
+                spans.append(span)
+        if not pieces:
+            return 0
+        slots = torch.cat([job.slots[span.start : span.end] for span in spans])
+        self._pool.place(pieces, slots)
+        return int(slots.numel()) * self._pool.bytes_per_token
+
+
+def deactivate(req: Any, reason: Reason, detail: str | None = None) -> None:
+    """Leave a request to an ordinary prefill from here on; its KV will be exact."""
+    task: PicTask = req.pic
+    task.is_active = False
+    task.report.fall_back(reason, detail)
+    req.skip_radix_cache_insert = False
+
+
+def active_task(req: Any) -> PicTask | None:
+    """A request's task if PIC acts on it now."""
+    task: PicTask | None = getattr(req, "pic", None)
+    return task if task is not None and task.is_active else None
+
+
+def _fill_report(report: PicReport, plan: PromptPlan, has_hits: bool) -> None:
+    counts = plan.counts
+    report.exact, report.reused = counts.exact, counts.reused
+    report.recomputed, report.computed = counts.recomputed, counts.computed
+    report.selected = plan.num_selected
+    report.recomputed_share = plan.recomputed_share
+    if has_hits:
+        report.outcome = Outcome.REUSED
+    elif plan.misses:
+        report.outcome = Outcome.COLD
+    else:
+        report.outcome = Outcome.EXACT
+
+
+@contextmanager
+def _timed(report: PicReport, phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        elapsed = (time.perf_counter() - started) * 1e3
+        report.phase_ms[phase] = report.phase_ms.get(phase, 0.0) + elapsed

@@ -1,0 +1,214 @@
+"""What one request asks of PIC: the `pic_*` keys of its `custom_params`, checked.
+
+Knows keys, types, ranges and defaults. Knows nothing of tokenizers, caches or SGLang, so that the
+HTTP process (to answer 400) and the scheduler (to act) read a request in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from sglang_ext.errors import RequestError
+from sglang_ext.recompute.selection import PRIOR_STRATEGIES, Allocation, SelectionParams
+
+KEY_PREFIX = "pic_"
+MAX_NAME_LEN = 256
+MAX_BUDGET = 1 << 20
+
+
+class StorePolicy(StrEnum):
+    """Which chunks of a request are kept for later ones."""
+
+    CHUNKS = "chunks"
+    ALL = "all"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """One request's choices; every field has the server's default.
+
+    Attributes:
+        is_enabled: False computes exactly, with the same splitting and token ids.
+        bounds: Token offsets of chunk starts, sorted and unique; None where text is split instead.
+        delimiter: Text between chunks, removed before the model sees anything.
+        strategy: A name in `PRIOR_STRATEGIES`.
+        selection: Budget and shape of the recomputed tokens.
+        namespace: Tenant; its chunks are invisible to other namespaces.
+        doc_ids: Documents the stored chunks belong to.
+        ttl_s: Seconds the stored chunks live; None for as long as they are not evicted.
+        store: Which chunks are kept.
+        is_pinned: Stored chunks are not evicted.
+        is_strict: Answer 400 instead of prefilling in full where PIC cannot apply.
+    """
+
+    is_enabled: bool = True
+    bounds: tuple[int, ...] | None = None
+    delimiter: str | None = None
+    strategy: str = "daric"
+    selection: SelectionParams = field(default_factory=lambda: SelectionParams(n_avg=32))
+    namespace: str = "default"
+    doc_ids: tuple[str, ...] = ()
+    ttl_s: float | None = None
+    store: StorePolicy = StorePolicy.CHUNKS
+    is_pinned: bool = False
+    is_strict: bool = False
+
+
+def parse_options(
+    custom_params: Mapping[str, Any] | None, defaults: RequestOptions
+) -> RequestOptions:
+    """Read and check the `pic` and `pic_*` keys; other keys belong to somebody else.
+
+    Args:
+        custom_params: A request's `custom_params`, or None.
+        defaults: The server's choices for absent keys.
+
+    Raises:
+        RequestError: An unknown `pic_*` key, a wrong type or a value out of range; the message
+            names key, got and expected.
+    """
+    if not custom_params:
+        return defaults
+    given = {key: value for key, value in custom_params.items() if _is_ours(key)}
+    unknown = sorted(set(given) - set(_READERS))
+    if unknown:
+        raise RequestError(unknown[0], given[unknown[0]], f"one of {', '.join(sorted(_READERS))}")
+    fields: dict[str, Any] = {}
+    selection: dict[str, Any] = {}
+    for key, value in given.items():
+        name, reader = _READERS[key]
+        target = selection if name in _SELECTION_FIELDS else fields
+        target[name] = reader(key, value)
+    if selection:
+        fields["selection"] = replace(defaults.selection, **selection)
+    return replace(defaults, **fields)
+
+
+def check_bounds(bounds: Sequence[int], num_tokens: int) -> None:
+    """Refuse a bound at or behind the prompt's end.
+
+    Raises:
+        RequestError: The last bound is not below `num_tokens`.
+    """
+    if bounds and bounds[-1] >= num_tokens:
+        expected = f"offsets below the prompt's {num_tokens} tokens"
+        raise RequestError("pic_bounds", bounds[-1], expected)
+
+
+def is_given(custom_params: Mapping[str, Any] | None) -> bool:
+    """Whether a request mentions PIC at all."""
+    return any(_is_ours(key) for key in custom_params or ())
+
+
+def _is_ours(key: object) -> bool:
+    return isinstance(key, str) and (key == "pic" or key.startswith(KEY_PREFIX))
+
+
+def _bool(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(key, value, "true or false")
+    return value
+
+
+def _int_between(low: int, high: int) -> Any:
+    def read(key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise RequestError(key, value, f"an integer from {low} to {high}")
+        return value
+
+    return read
+
+
+def _number(key: str, value: Any, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(key, value, expected)
+    return float(value)
+
+
+def _ratio(key: str, value: Any) -> float:
+    expected = "a number above 0 and below 1"
+    number = _number(key, value, expected)
+    if not 0.0 < number < 1.0:
+        raise RequestError(key, value, expected)
+    return number
+
+
+def _share(key: str, value: Any) -> float:
+    expected = "a number above 0 and at most 1"
+    number = _number(key, value, expected)
+    if not 0.0 < number <= 1.0:
+        raise RequestError(key, value, expected)
+    return number
+
+
+def _ttl(key: str, value: Any) -> float:
+    expected = "a number of seconds above 0, at most 315360000"
+    number = _number(key, value, expected)
+    if not 0.0 < number <= 315360000.0:
+        raise RequestError(key, value, expected)
+    return number
+
+
+def _name(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LEN:
+        raise RequestError(key, value, f"a string of 1 to {MAX_NAME_LEN} characters")
+    return value
+
+
+def _choice(names: Sequence[str]) -> Any:
+    def read(key: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise RequestError(key, value, f"one of {', '.join(names)}")
+        return value
+
+    return read
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(key, value, "a list of strings")
+    return tuple(_name(key, item) for item in value)
+
+
+def _bounds(key: str, value: Any) -> tuple[int, ...]:
+    expected = "a list of token offsets, sorted, unique and not negative"
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(key, value, expected)
+    last = -1
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int) or item <= last:
+            raise RequestError(key, item, expected)
+        last = item
+    return tuple(value)
+
+
+def _store(key: str, value: Any) -> StorePolicy:
+    return StorePolicy(_choice([policy.value for policy in StorePolicy])(key, value))
+
+
+def _alloc(key: str, value: Any) -> Allocation:
+    return Allocation(_choice([alloc.value for alloc in Allocation])(key, value))
+
+
+_SELECTION_FIELDS = frozenset({"n_avg", "alloc", "alloc_ratio", "max_share"})
+
+_READERS: Mapping[str, tuple[str, Any]] = {
+    "pic": ("is_enabled", _bool),
+    "pic_bounds": ("bounds", _bounds),
+    "pic_delimiter": ("delimiter", _name),
+    "pic_strategy": ("strategy", _choice(tuple(PRIOR_STRATEGIES))),
+    "pic_n_avg": ("n_avg", _int_between(0, MAX_BUDGET)),
+    "pic_alloc": ("alloc", _alloc),
+    "pic_alloc_ratio": ("alloc_ratio", _ratio),
+    "pic_max_share": ("max_share", _share),
+    "pic_namespace": ("namespace", _name),
+    "pic_doc_ids": ("doc_ids", _names),
+    "pic_ttl_s": ("ttl_s", _ttl),
+    "pic_store": ("store", _store),
+    "pic_pin": ("is_pinned", _bool),
+    "pic_strict": ("is_strict", _bool),
+}

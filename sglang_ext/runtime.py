@@ -1,0 +1,259 @@
+"""PIC in one scheduler process: its cache, its executor, and what happens to a request.
+
+Knows SGLang's scheduler, requests and batches, and wires the other modules to them. Does not know
+how SGLang's functions are wrapped (`plugin`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from sglang_ext import compat
+from sglang_ext.chunk_index.cache import ChunkCache
+from sglang_ext.chunk_index.identity import ChunkKey, root_key
+from sglang_ext.chunk_index.memory_index import MemoryIndex
+from sglang_ext.chunk_index.payloads import HostStore
+from sglang_ext.config import ExtConfig
+from sglang_ext.errors import ExtError
+from sglang_ext.extend import PicExecutor, active_task, deactivate
+from sglang_ext.fingerprint import model_fingerprint
+from sglang_ext.kv_pool import KvPool, SegmentKV, layer_rope_of
+from sglang_ext.metrics import Metrics
+from sglang_ext.report import PicReport, Reason
+from sglang_ext.request import RequestOptions, parse_options
+from sglang_ext.rows import Forward, PassLimits, RowRunner
+from sglang_ext.self_test import run_self_test
+from sglang_ext.support import request_blocker
+from sglang_ext.task import PicTask, cut_prompt, select_tokens
+
+logger = logging.getLogger(__name__)
+
+ROOTS_KEPT = 4096
+UNBOUNDED_TOKENS = 1 << 31
+
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _never_raises(method: Method) -> Method:
+    """An exception here would end the server: log it and let SGLang go on without PIC."""
+
+    @wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            logger.exception("pic error in %s", method.__name__)
+
+    return cast(Method, guarded)
+
+
+class PicRuntime:
+    """Attached to the scheduler and its model runner as `pic_runtime`."""
+
+    def __init__(self, config: ExtConfig, scheduler: Any) -> None:
+        """Build everything and run the self-test.
+
+        Raises:
+            ExtError: The model or pool is not supported, or the self-test failed.
+        """
+        self._config = config
+        self._runner = scheduler.tp_worker.model_runner
+        self._pending: Any = None
+        self._off_reason: str | None = None
+        self.metrics = Metrics.create(scheduler)
+        self.cache: ChunkCache[SegmentKV] = ChunkCache(
+            MemoryIndex(), HostStore(config.index.arena_bytes), config.index.verify
+        )
+        self._root_of = lru_cache(maxsize=ROOTS_KEPT)(self._make_root)
+        try:
+            self._start(scheduler)
+        except Exception as exc:
+            if config.is_strict or not isinstance(exc, ExtError):
+                raise
+            self._off_reason = str(exc)
+        self._announce()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are served with PIC."""
+        return self._off_reason is None
+
+    def _start(self, scheduler: Any) -> None:
+        runner = self._runner
+        rope = layer_rope_of(runner.model, len(runner.token_to_kv_pool.k_buffer))
+        pool = KvPool(runner.token_to_kv_pool, rope)
+        rows = RowRunner(runner, _pass_limits(runner, scheduler))
+        self._fingerprint = model_fingerprint(runner)
+        self._executor = PicExecutor(
+            rows, pool, self.cache, runner.req_to_token_pool.req_to_token, now_ms
+        )
+        run_self_test(scheduler, rows, pool)
+
+    def _announce(self) -> None:
+        self.metrics.set_active(self._off_reason)
+        backend = self._runner.server_args.attention_backend
+        if self._off_reason is not None:
+            logger.error("PIC is off: %s", self._off_reason)
+            return
+        index = self._config.index
+        logger.info(
+            "PIC is active: strategy=%s n_avg=%d segment_len=%d arena_mib=%d backend=%s "
+            "self_test=passed",
+            self._config.defaults.strategy,
+            self._config.defaults.selection.n_avg,
+            index.segment_len,
+            index.arena_bytes >> 20,
+            backend,
+        )
+
+    # Requests
+
+    def attach(self, req: Any, recv_req: Any) -> None:
+        """Give a new request its task. Sets `req.pic` and `req.customized_info`.
+
+        Never raises: a request that cannot be served with PIC gets a task that says why.
+        """
+        try:
+            task = self._make_task(recv_req)
+        except Exception as exc:
+            logger.exception("rid=%s pic fallback=%s", recv_req.rid, Reason.ERROR.value)
+            task = PicTask(self._config.defaults, PicReport("unknown"), np.empty(0, np.int64))
+            task.report.fall_back(Reason.ERROR, f"{type(exc).__name__}: {exc}")
+        req.pic = task
+        if task.is_active:
+            req.skip_radix_cache_insert = True
+        elif task.options.is_strict and task.options.is_enabled and task.report.fallback:
+            reason = task.report.fallback.value
+            req.set_finish_with_abort(f"pic_strict: PIC cannot serve this request: {reason}")
+
+    def _make_task(self, recv_req: Any) -> PicTask:
+        options = parse_options(recv_req.sampling_params.custom_params, self._config.defaults)
+        prompt = np.asarray(recv_req.input_ids, dtype=np.int64)
+        report = PicReport(options.strategy, prompt_tokens=len(prompt))
+        task = PicTask(options, report, prompt)
+        reason = self._why_full(options, recv_req)
+        if reason is None:
+            salt = "\0".join((recv_req.cache_salt or "", recv_req.extra_key or ""))
+            root = self._root_of(options.namespace, salt)
+            task.owner = _owner_of(root)
+            task.chunks = cut_prompt(
+                prompt, options.bounds or (), root, self._config.index.segment_len
+            )
+            report.num_chunks = len(task.chunks)
+            if len(task.chunks) < 2 and not self._helps_single(task):
+                reason = Reason.SINGLE_CHUNK
+        if reason is not None:
+            report.fall_back(reason)
+            return task
+        task.selection = select_tokens(task.chunks, options)
+        task.is_active = True
+        return task
+
+    def _why_full(self, options: RequestOptions, recv_req: Any) -> Reason | None:
+        if not self.is_on:
+            return Reason.PIC_OFF
+        if not options.is_enabled:
+            return Reason.DISABLED
+        if options.strategy == "full":
+            return Reason.FULL_STRATEGY
+        return request_blocker(recv_req)
+
+    def _helps_single(self, task: PicTask) -> bool:
+        """Whether a prompt of one chunk has something to load or to keep."""
+        if task.keeps_query or not task.chunks:
+            return bool(task.chunks)
+        with self.cache.acquire([task.chunks[0].segments[:1]], now_ms()) as lease:
+            return any(lease.num_hits)
+
+    def _make_root(self, namespace: str, salt: str) -> ChunkKey:
+        return root_key(self._fingerprint, namespace, self._config.index.secret, salt)
+
+    # Batches
+
+    @_never_raises
+    def begin(self, batch: Any) -> None:
+        """Before an extend batch runs: settle every task, remember whether PIC has work."""
+        has_work = False
+        for index, req in enumerate(batch.reqs):
+            task: PicTask | None = getattr(req, "pic", None)
+            if task is None:
+                continue
+            if task.is_active and len(req.origin_input_ids) != len(task.token_ids):
+                deactivate(req, Reason.PROMPT_CHANGED)
+            if not task.is_active and not task.is_reported:
+                task.report.set_full(int(batch.prefix_lens[index]))
+            has_work |= task.is_active
+        self._pending = batch if has_work else None
+
+    @_never_raises
+    def end(self, batch: Any) -> None:
+        """After an extend batch ran or failed: hand the reports over, forget the batch."""
+        self._pending = None
+        for req in batch.reqs:
+            task: PicTask | None = getattr(req, "pic", None)
+            if task is None or task.is_reported:
+                continue
+            task.is_reported = True
+            req.customized_info = {**(req.customized_info or {}), "pic": [task.report.as_dict()]}
+            self.metrics.count(task.report)
+
+    def forward(self, forward_batch: Any, forward: Forward) -> Any:
+        """Run a pass SGLang asked for; with PIC if the batch announced by `begin` needs it."""
+        batch, self._pending = self._pending, None
+        if batch is None:
+            return forward(forward_batch)
+        try:
+            logits = self._executor.run(batch, forward)
+        except Exception as exc:
+            logger.exception(
+                "pic fallback=%s for a batch of %d", Reason.ERROR.value, len(batch.reqs)
+            )
+            for index, req in enumerate(batch.reqs):
+                if active_task(req) is not None:
+                    deactivate(req, Reason.ERROR, f"{type(exc).__name__}: {exc}")
+                    req.pic.report.set_full(int(batch.prefix_lens[index]))
+            return forward(forward_batch)
+        finally:
+            self._runner.shared_read_done_event = None
+        return compat.new_forward_output(logits)
+
+    # Caches
+
+    def flush(self) -> None:
+        """Forget every cached chunk."""
+        self.cache.clear()
+
+    def weights_changed(self) -> None:
+        """Name the model anew and forget what the old one computed."""
+        if self.is_on:
+            self._fingerprint = model_fingerprint(self._runner)
+            self._root_of.cache_clear()
+            self.cache.clear()
+
+
+def now_ms() -> int:
+    """Milliseconds of a clock that only goes forward."""
+    return int(time.monotonic() * 1e3)
+
+
+def _owner_of(root: ChunkKey) -> str:
+    return hashlib.blake2b(root, digest_size=8, person=b"pic-owner").hexdigest()
+
+
+def _pass_limits(runner: Any, scheduler: Any) -> PassLimits:
+    size = scheduler.chunked_prefill_size
+    packs = bool(getattr(runner.attn_backend, "supports_packed_rows", False))
+    return PassLimits(
+        max_tokens=size if size and size > 0 else UNBOUNDED_TOKENS,
+        max_rows=max(1, runner.max_running_requests),
+        packs=packs,
+        isolates=runner.device == "cpu",
+    )

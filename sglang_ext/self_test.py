@@ -1,0 +1,193 @@
+"""Proves on the loaded model and backend what PIC rests on, before the first request.
+
+Knows the claims and their controls. Runs through the same passes and copies that requests use, on
+slots borrowed from the allocator, and gives everything back.
+
+    chosen rows    computing some runs again over right KV gives back logits, K and V
+    all rows       computing every run as a row of its own gives them too, from nothing
+    re-encoding    K computed at local positions, rotated by Δ, is K computed at the new positions
+    controls       the same with one stale run, and with Δ off by one, must be seen as wrong
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_ext.chunk_index.spans import Span
+from sglang_ext.errors import SelfTestFailed
+from sglang_ext.kv_pool import KvPool, Piece, SegmentKV
+from sglang_ext.rows import Row, RowRunner
+
+NUM_TOKENS = 96
+CHUNK = Span(32, 64)
+STALE = Span(40, 56)
+CHOSEN = (Span(16, 24), Span(56, 72), Span(80, 96))
+EVERY = tuple(Span(start, start + 16) for start in range(0, NUM_TOKENS, 16))
+
+# Relative L2 distance. Two correct computations differ by rounding that grows over layers; a wrong
+# one differs by a sizeable part of the values themselves.
+TOLERANCE = {torch.float32: 0.002, torch.float16: 0.04, torch.bfloat16: 0.1}
+
+
+class _State(NamedTuple):
+    logits: Tensor
+    kv: Tensor
+
+
+def run_self_test(scheduler: Any, rows: RowRunner, pool: KvPool) -> None:
+    """Check every claim and control.
+
+    Args:
+        scheduler: SGLang's scheduler, idle.
+        rows: Runs passes.
+        pool: Copies KV.
+
+    Raises:
+        SelfTestFailed: Says which claim or control, the distance and the bound.
+    """
+    generator = np.random.default_rng(0)
+    vocab = int(scheduler.model_config.vocab_size)
+    token_ids = generator.integers(1, vocab, NUM_TOKENS, dtype=np.int64)
+    runner = scheduler.tp_worker.model_runner
+    is_dummy = str(scheduler.server_args.load_format) == "dummy"
+    with torch.inference_mode(), _borrowed_batch(scheduler, token_ids) as (batch, slots):
+        test = _SelfTest(rows, pool, batch, slots, token_ids, runner.forward)
+        test.check_rows(has_stale_control=not is_dummy)
+        test.check_reencoding()
+    runner.shared_read_done_event = None
+
+
+class _SelfTest:
+    def __init__(
+        self,
+        rows: RowRunner,
+        pool: KvPool,
+        batch: Any,
+        slots: Tensor,
+        token_ids: np.ndarray[Any, np.dtype[np.int64]],
+        forward: Any,
+    ) -> None:
+        self._rows = rows
+        self._pool = pool
+        self._batch = batch
+        self._slots = slots
+        self._token_ids = token_ids
+        self._forward = forward
+
+    def check_rows(self, has_stale_control: bool) -> None:
+        plain = self._compute((Span(0, NUM_TOKENS),))
+        bound = TOLERANCE[plain.kv.dtype]
+        chosen = self._compute(CHOSEN)
+        _expect_close("rows that compute chosen runs", chosen, plain, bound)
+        self._spoil(Span(0, NUM_TOKENS))
+        every = self._compute(EVERY)
+        _expect_close("rows that compute every run", every, plain, bound)
+        if has_stale_control:
+            self._spoil(STALE)
+            stale = self._compute((Span(STALE.end, NUM_TOKENS),))
+            _expect_far("control with a stale run", stale, plain, bound)
+
+    def check_reencoding(self) -> None:
+        table = self._slots[CHUNK.start : CHUNK.end]
+        local = self._compute_chunk(shift=0)
+        direct = self._compute_chunk(shift=CHUNK.start)
+        bound = TOLERANCE[direct.dtype]
+        for delta, expects_close in ((CHUNK.start, True), (CHUNK.start + 1, False)):
+            self._pool.place([Piece(SegmentKV(local), 0, CHUNK.num_tokens, delta)], table)
+            moved = self._pool.capture(table).data
+            distance = max(_distance(moved[:, part], direct[:, part]) for part in (0, 1))
+            if expects_close and not distance <= bound:
+                _fail("re-encoded keys and values", distance, f"at most {bound}")
+            if not expects_close and not distance > bound:
+                _fail("control with keys moved one position too far", distance, f"above {bound}")
+
+    def _compute(self, runs: tuple[Span, ...]) -> _State:
+        row = Row(self._batch.reqs[0], self._token_ids, runs)
+        logits = self._rows.run([row], self._batch, self._forward)[0].float().cpu()
+        return _State(logits, self._pool.capture(self._slots).data)
+
+    def _compute_chunk(self, shift: int) -> Tensor:
+        table = self._slots[CHUNK.start : CHUNK.end]
+        ids = self._token_ids[CHUNK.start : CHUNK.end]
+        row = Row(self._batch.reqs[0], ids, (Span(0, CHUNK.num_tokens),), table, shift)
+        self._rows.run([row], self._batch, self._forward)
+        return self._pool.capture(table).data
+
+    def _spoil(self, span: Span) -> None:
+        """Put other tokens' KV where this span's belongs."""
+        slots = self._slots[span.start : span.end]
+        kv = SegmentKV(self._pool.capture(slots).data.flip(2).contiguous())
+        self._pool.place([Piece(kv, 0, span.num_tokens, 0)], slots)
+
+
+def _expect_close(claim: str, got: _State, expected: _State, bound: float) -> None:
+    distance = _state_distance(got, expected)
+    if not distance <= bound:
+        _fail(claim, distance, f"at most {bound}")
+
+
+def _expect_far(claim: str, got: _State, expected: _State, bound: float) -> None:
+    distance = _state_distance(got, expected)
+    if not distance > bound:
+        _fail(claim, distance, f"above {bound}")
+
+
+def _state_distance(got: _State, expected: _State) -> float:
+    last = Span(STALE.end, NUM_TOKENS)
+    return max(
+        _distance(got.logits, expected.logits),
+        _distance(got.kv[:, :, last.start : last.end], expected.kv[:, :, last.start : last.end]),
+    )
+
+
+def _distance(got: Tensor, expected: Tensor) -> float:
+    """Relative L2 distance; NaN where something is not finite, which passes no comparison."""
+    difference = torch.linalg.vector_norm(got.float() - expected.float())
+    return float(difference / torch.linalg.vector_norm(expected.float()))
+
+
+def _fail(claim: str, distance: float, expected: str) -> None:
+    raise SelfTestFailed(
+        f"self-test: {claim}: relative distance {distance:.4g}, expected {expected}"
+    )
+
+
+@contextmanager
+def _borrowed_batch(
+    scheduler: Any, token_ids: np.ndarray[Any, np.dtype[np.int64]]
+) -> Iterator[tuple[Any, Tensor]]:
+    """An extend batch of one made-up request with slots of its own; given back at the end."""
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.common import release_kv_cache
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=1, temperature=0.0)
+    params.normalize(None)
+    vocab = scheduler.model_config.vocab_size
+    req = Req("pic-self-test", "", array("q", token_ids.tolist()), params, vocab_size=vocab)
+    req.skip_radix_cache_insert = True
+    req.init_next_round_input(scheduler.tree_cache)
+    req.extend_end = len(token_ids)
+    req.lock = scheduler.tree_cache.lock(req.last_node)
+    batch = ScheduleBatch.init_new(
+        [req],
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        scheduler.enable_overlap,
+        scheduler.spec_algorithm,
+    )
+    batch.prepare_for_extend()
+    try:
+        table = scheduler.req_to_token_pool.req_to_token
+        yield batch, table[req.kv.req_pool_idx, : len(token_ids)].long()
+    finally:
+        release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
