@@ -33,7 +33,7 @@ EVERY = tuple(Span(start, start + 16) for start in range(0, NUM_TOKENS, 16))
 
 # Relative L2 distance. Two correct computations differ by rounding that grows over layers; a wrong
 # one differs by a sizeable part of the values themselves.
-TOLERANCE = {torch.float32: 0.002, torch.float16: 0.04, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float32: 0.005, torch.float16: 0.03, torch.bfloat16: 0.06}
 
 
 class _State(NamedTuple):
@@ -86,7 +86,8 @@ class _SelfTest:
         bound = TOLERANCE[plain.kv.dtype]
         chosen = self._compute(CHOSEN)
         _expect_close("rows that compute chosen runs", chosen, plain, bound)
-        self._spoil(Span(0, NUM_TOKENS))
+        nothing = SegmentKV(torch.zeros_like(plain.kv))
+        self._pool.place([Piece(nothing, 0, NUM_TOKENS, 0)], self._slots)
         every = self._compute(EVERY)
         _expect_close("rows that compute every run", every, plain, bound)
         if has_stale_control:
@@ -121,10 +122,10 @@ class _SelfTest:
         return self._pool.capture(table).data
 
     def _spoil(self, span: Span) -> None:
-        """Put other tokens' KV where this span's belongs."""
+        """Put the KV of the prompt's first tokens where this span's belongs."""
+        source = self._pool.capture(self._slots[: span.num_tokens])
         slots = self._slots[span.start : span.end]
-        kv = SegmentKV(self._pool.capture(slots).data.flip(2).contiguous())
-        self._pool.place([Piece(kv, 0, span.num_tokens, 0)], slots)
+        self._pool.place([Piece(source, 0, span.num_tokens, 0)], slots)
 
 
 def _expect_close(claim: str, got: _State, expected: _State, bound: float) -> None:
