@@ -43,17 +43,15 @@ hold() {
     flock "$1"
 }
 
-# Reads pip's output, prints a line about every five seconds.
+# show_progress DIR: reads the output of pip, which installs into DIR; prints a line every 10 s.
 show_progress() {
-    local line step=fetching fetched=0 next=$((SECONDS + 5))
+    local line fetched=0 installed next=$((SECONDS + 10))
     while read -r -t 5 line || (($? > 128)); do
-        case $line in
-            Collecting* | Processing*) fetched=$((fetched + 1)) ;;
-            Installing*) step=installing ;;
-        esac
+        [[ $line == Collecting* || $line == Processing* ]] && fetched=$((fetched + 1))
         ((SECONDS < next)) && continue
-        say "  ${SECONDS} s: $step, $fetched of $NUM_LOCKED packages fetched"
-        next=$((SECONDS + 5))
+        installed=$(find "$1"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l)
+        say "  $SECONDS s: of $NUM_LOCKED packages $fetched fetched, $((installed - 1)) installed"
+        next=$((SECONDS + 10))
     done
 }
 
@@ -63,11 +61,11 @@ install_lock() {
     rm -rf "$1"
     say "installing $NUM_LOCKED packages: about 5 GB to fetch, 11 GB on disk, 4 to 15 minutes"
     "$python" -m venv --without-pip "$1"
-    "$python" -m pip --python "$1/bin/python" install --quiet "pip==$PIP_VERSION"
+    "$python" -m pip --python "$1/bin/python" install -qq "pip==$PIP_VERSION"
     if ! "$1/bin/python" -m pip install --no-deps --only-binary=:all: --progress-bar=off \
-        --requirement="$LOCK" 2>&1 | tee "$log" | show_progress; then
-        grep -v '^Looking in' "$log" | tail -n 15 >&2
-        fail "pip could not install $LOCK; its last lines are above"
+        --requirement="$LOCK" 2>&1 | tee "$log" | show_progress "$1"; then
+        grep ERROR "$log" >&2 || tail -n 5 "$log" >&2
+        fail "pip could not install $LOCK; the whole log is $log"
     fi
 }
 

@@ -88,6 +88,18 @@ def test_folders_are_relative_links_to_the_real_ones() -> None:
     assert links == {folder: f"../{folder}" for folder in FOLDERS}
 
 
+def test_git_ignores_nothing_that_the_wheels_are_built_from() -> None:
+    known = {path.relative_to(ROOT).as_posix() for path in _repository_files()}
+    folders = ("sglang_ext", *FOLDERS)
+    sources = (
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".toml", ".sh"} and path.resolve() == path
+    )
+    assert [source for source in sources if source not in known] == []
+
+
 def test_no_script_hides_a_standard_module() -> None:
     names = {path.stem for path in (ROOT / "scripts").iterdir()}
     assert names.isdisjoint(STDLIB_NAMES)
