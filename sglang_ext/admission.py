@@ -10,7 +10,7 @@ from typing import Any
 from sglang_ext.extend import active_task
 
 
-def make_adder_class(base: type) -> type:
+def make_adder_class(base: Any) -> type:
     """A subclass of SGLang's PrefillAdder that knows PIC requests.
 
     A PIC request is not cut by `chunked_prefill_size`: most of its tokens are not computed, and
@@ -18,8 +18,10 @@ def make_adder_class(base: type) -> type:
     every prompt token, such as input logprobs, wait for a batch without PIC.
     """
 
-    class PicPrefillAdder(base):  # type: ignore[misc, valid-type]
+    class PicPrefillAdder(base):  # type: ignore[misc]
         """PrefillAdder with PIC admission."""
+
+        rem_chunk_tokens: int | None
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             """Admit one request; see PrefillAdder."""

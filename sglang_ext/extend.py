@@ -97,6 +97,8 @@ class PicExecutor:
         Returns:
             `[batch_size, vocab]` logits of each request's last token.
         """
+        began = time.perf_counter()
+        others_ms = self._rows.forward_ms + self._pool.copy_ms
         computed: dict[ChunkKey, SegmentKV] = {}
         rows: list[Row] = []
         for index, req in enumerate(batch.reqs):
@@ -105,9 +107,14 @@ class PicExecutor:
             rows.append(Row(req, job.token_ids, runs))
         started = time.perf_counter()
         logits = self._rows.run(rows, batch, forward)
-        patch_ms = (time.perf_counter() - started) * 1e3
-        for task in filter(None, map(active_task, batch.reqs)):
-            task.report.phase_ms["patch"] = patch_ms
+        ended = time.perf_counter()
+        others_ms = self._rows.forward_ms + self._pool.copy_ms - others_ms
+        tasks = [task for task in map(active_task, batch.reqs) if task is not None]
+        for task in tasks:
+            phases = task.report.phase_ms
+            phases["patch"] = (ended - started) * 1e3
+            own_ms = ((ended - began) * 1e3 - others_ms) / len(tasks)
+            phases["own"] = phases.get("own", 0.0) + own_ms
         return torch.stack(logits)
 
     def _make_job(self, index: int, req: Any, batch: Any) -> _Job:

@@ -6,6 +6,7 @@ plans or the index; is told slots and gets them right.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class SegmentKV:
 
     def buffer(self) -> memoryview:
         """All bytes of `data`, without a copy."""
-        return memoryview(self.data.view(torch.uint8).numpy()).cast("B")
+        return self.data.view(torch.uint8).numpy().data.cast("B")
 
 
 class Piece(NamedTuple):
@@ -91,6 +92,9 @@ class KvPool:
                 f"{token_to_kv_pool.dtype} for both"
             )
 
+        self.copy_ms = 0.0
+        """Time spent copying KV so far; callers take differences."""
+
     @property
     def num_layers(self) -> int:
         """Layers with KV."""
@@ -108,12 +112,14 @@ class KvPool:
         Args:
             slots: `[num_tokens]` int64, on the pool's device.
         """
+        started = time.perf_counter()
         key = self._keys[0]
         shape = (self.num_layers, 2, slots.numel(), *key.shape[1:])
         data = torch.empty(shape, dtype=key.dtype)
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
             data[layer, 0] = keys[slots]
             data[layer, 1] = values[slots]
+        self.copy_ms += (time.perf_counter() - started) * 1e3
         return SegmentKV(data)
 
     def place(self, pieces: Sequence[Piece], slots: Tensor) -> None:
@@ -125,21 +131,22 @@ class KvPool:
         """
         if not pieces:
             return
+        started = time.perf_counter()
         device = self._keys[0].device
         rotations = self._plan_rotations(pieces, device)
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
             own_keys = _gather(pieces, layer, 0).to(device)
             which = self._rope.of_layer[layer]
-            if which is not None and rotations[which] is not None:
+            if rotations and which is not None:
                 own_keys = reencode_keys(own_keys, rotations[which], self._rope.specs[which])
             keys.index_copy_(0, slots, own_keys)
             values.index_copy_(0, slots, _gather(pieces, layer, 1).to(device))
+        self.copy_ms += (time.perf_counter() - started) * 1e3
 
-    def _plan_rotations(
-        self, pieces: Sequence[Piece], device: torch.device
-    ) -> list[Rotation | None]:
+    def _plan_rotations(self, pieces: Sequence[Piece], device: torch.device) -> list[Rotation]:
+        """One for each embedding; none at all if nothing moves."""
         if not any(piece.delta for piece in pieces):
-            return [None] * len(self._rope.specs)
+            return []
         lengths = torch.tensor([piece.end - piece.start for piece in pieces])
         deltas = torch.tensor([piece.delta for piece in pieces]).repeat_interleave(lengths)
         heads = self._keys[0].shape[1]

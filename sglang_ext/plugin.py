@@ -45,9 +45,11 @@ def _after_add_cli_args(result: Any, parser: Any, *args: Any) -> None:
 
 
 def _around_from_cli_args(original: Callable[..., Any], cls: Any, args: Any) -> Any:
-    config = config_from_args(args)
-    server_args = original(cls, args)
-    _enable(server_args, config)
+    with _one_line():
+        config = config_from_args(args)
+        server_args = original(cls, args)
+        _enable(server_args, config)
+    server_args._pic_is_cli = True
     return server_args
 
 
@@ -78,16 +80,15 @@ def _enable(server_args: Any, config: ExtConfig | None) -> None:
     if config is None:
         os.environ.pop(MARKER, None)
         return
-    with _one_line():
-        compat.check_version(config.allows_untested_sglang)
-        compat.check_signatures(compat.FRONTEND_TARGETS)
-        server_args._pic_options = config
-        os.environ[MARKER] = "1"
-        os.environ[EAGER_NO_COPY] = "1"
-        _check_features_on_resolution()
-        _register(FRONTEND_HOOKS)
-        compat.apply_hooks()
-        compat.check_hooks_live(FRONTEND_HOOKS)
+    compat.check_version(config.allows_untested_sglang)
+    compat.check_signatures(compat.FRONTEND_TARGETS)
+    server_args._pic_options = config
+    os.environ[MARKER] = "1"
+    os.environ[EAGER_NO_COPY] = "1"
+    _check_features_on_resolution()
+    _register(FRONTEND_HOOKS)
+    compat.apply_hooks()
+    compat.check_hooks_live(FRONTEND_HOOKS)
 
 
 def _check_features_on_resolution() -> None:
@@ -103,7 +104,8 @@ def _on_resolution(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang_ext.support import check_server
 
     view, model_config = compat.resolved_options(server_args)
-    with _one_line():
+    is_cli = getattr(server_args, "_pic_is_cli", False)
+    with _one_line() if is_cli else contextlib.nullcontext():
         check_server(view, model_config)
 
 

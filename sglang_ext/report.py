@@ -58,7 +58,9 @@ class PicReport:
         selected: Tokens the strategy chose in the whole prompt.
         recomputed_share: recomputed / (reused + recomputed); 0 without hits.
         bytes_loaded: Bytes of cached KV that were placed, from the host arena.
-        phase_ms: Milliseconds of `lookup`, `misses`, `place`, `patch` in the scheduler process.
+        phase_ms: Milliseconds in the scheduler process: `lookup` of the index and planning,
+            `misses` computed alone, `place`, `patch` in context; and across these `own`, what is
+            neither SGLang's forward nor a copy of KV. A batch's patch is every member's.
     """
 
     strategy: str

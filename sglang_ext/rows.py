@@ -17,6 +17,7 @@ several passes in ascending column order, which is exact for causal attention.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -82,6 +83,8 @@ class RowRunner:
         self._runner = model_runner
         self._pool = model_runner.req_to_token_pool
         self.limits = limits
+        self.forward_ms = 0.0
+        """Time spent in SGLang's forward so far; callers take differences."""
 
     def run(self, rows: Sequence[Row], batch: Any, forward: Forward) -> list[Tensor]:
         """Compute every row's runs, writing K/V of each layer in place.
@@ -160,9 +163,11 @@ class RowRunner:
         graphs, runner.prefill_cuda_graph_runner = runner.prefill_cuda_graph_runner, None
         if self.limits.packs:
             runner.attn_backend.pack_next(columns)
+        started = time.perf_counter()
         try:
             return forward(forward_batch)
         finally:
+            self.forward_ms += (time.perf_counter() - started) * 1e3
             runner.prefill_cuda_graph_runner = graphs
             if self.limits.packs:
                 runner.attn_backend.pack_next(None)

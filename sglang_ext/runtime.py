@@ -27,7 +27,7 @@ from sglang_ext.fingerprint import model_fingerprint
 from sglang_ext.kv_pool import KvPool, SegmentKV, layer_rope_of
 from sglang_ext.metrics import Metrics
 from sglang_ext.report import PicReport, Reason
-from sglang_ext.request import RequestOptions, parse_options
+from sglang_ext.request import RequestOptions, is_given, parse_options
 from sglang_ext.rows import Forward, PassLimits, RowRunner
 from sglang_ext.self_test import run_self_test
 from sglang_ext.support import request_blocker
@@ -121,6 +121,7 @@ class PicRuntime:
 
         Never raises: a request that cannot be served with PIC gets a task that says why.
         """
+        started = time.perf_counter()
         try:
             task = self._make_task(recv_req)
         except Exception as exc:
@@ -130,15 +131,17 @@ class PicRuntime:
         req.pic = task
         if task.is_active:
             req.skip_radix_cache_insert = True
+            task.report.phase_ms["own"] = (time.perf_counter() - started) * 1e3
         elif task.options.is_strict and task.options.is_enabled and task.report.fallback:
             reason = task.report.fallback.value
             req.set_finish_with_abort(f"pic_strict: PIC cannot serve this request: {reason}")
 
     def _make_task(self, recv_req: Any) -> PicTask:
-        options = parse_options(recv_req.sampling_params.custom_params, self._config.defaults)
+        custom_params = recv_req.sampling_params.custom_params
+        options = parse_options(custom_params, self._config.defaults)
         prompt = np.asarray(recv_req.input_ids, dtype=np.int64)
         report = PicReport(options.strategy, prompt_tokens=len(prompt))
-        task = PicTask(options, report, prompt)
+        task = PicTask(options, report, prompt, is_given=is_given(custom_params))
         reason = self._why_full(options, recv_req)
         if reason is None:
             salt = "\0".join((recv_req.cache_salt or "", recv_req.extra_key or ""))
@@ -204,6 +207,8 @@ class PicRuntime:
             task.is_reported = True
             req.customized_info = {**(req.customized_info or {}), "pic": [task.report.as_dict()]}
             self.metrics.count(task.report)
+            if task.is_given:
+                _log(req.rid, task.report)
 
     def forward(self, forward_batch: Any, forward: Forward) -> Any:
         """Run a pass SGLang asked for; with PIC if the batch announced by `begin` needs it."""
@@ -242,6 +247,24 @@ class PicRuntime:
 def now_ms() -> int:
     """Milliseconds of a clock that only goes forward."""
     return int(time.monotonic() * 1e3)
+
+
+def _log(rid: str, report: PicReport) -> None:
+    logger.info(
+        "rid=%s strategy=%s outcome=%s fallback=%s prompt=%d exact=%d reused=%d recomputed=%d "
+        "computed=%d recomputed_share=%.3f own_ms=%.1f",
+        rid,
+        report.strategy,
+        report.outcome.value,
+        report.fallback.value if report.fallback else None,
+        report.prompt_tokens,
+        report.exact,
+        report.reused,
+        report.recomputed,
+        report.computed,
+        report.recomputed_share,
+        report.phase_ms.get("own", 0.0),
+    )
 
 
 def _owner_of(root: ChunkKey) -> str:

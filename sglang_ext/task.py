@@ -31,6 +31,7 @@ class PicTask:
         selection: Tokens that the strategy recomputes.
         owner: Digest of the namespace, for the records this request stores.
         is_active: PIC acts on this request; False leaves it to SGLang.
+        is_given: The request mentions PIC, so that a line is logged for it.
         is_reported: The report has been handed to SGLang.
     """
 
@@ -41,6 +42,7 @@ class PicTask:
     selection: tuple[Span, ...] = ()
     owner: str = ""
     is_active: bool = False
+    is_given: bool = False
     is_reported: bool = False
 
     @property

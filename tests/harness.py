@@ -83,6 +83,7 @@ class Harness:
         server_args.resolve_once()
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         self.scheduler = Scheduler(server_args, PortArgs.init_new(server_args))
+        self.server_args = server_args
         self.pool = self.runtime._executor._pool
         self._prefills: dict[str, tuple[Tensor, Tensor, int]] = {}
 
@@ -110,7 +111,7 @@ class Harness:
     def submit(self, asks: Sequence[Ask]) -> list[Any]:
         """Hand requests to the scheduler; returns SGLang's objects for them."""
         known = {id(req) for req in self.scheduler.waiting_queue}
-        self.scheduler.process_input_requests([_received(ask) for ask in asks])
+        self.scheduler.process_input_requests([received(ask) for ask in asks])
         return [req for req in self.scheduler.waiting_queue if id(req) not in known]
 
     def step(self) -> None:
@@ -142,6 +143,16 @@ class Harness:
         """Forget the exact tree and every chunk."""
         self.settle()
         assert self.scheduler.flush_cache()
+
+    def flush_tree(self) -> None:
+        """Forget SGLang's exact tree, keep the chunks."""
+        self.settle()
+        flush = self.runtime.flush
+        self.runtime.flush = lambda: None
+        try:
+            assert self.scheduler.flush_cache()
+        finally:
+            self.runtime.flush = flush
 
     @contextmanager
     def limits(self, **changes: Any) -> Iterator[None]:
@@ -184,7 +195,8 @@ class Harness:
         )
 
 
-def _received(ask: Ask) -> Any:
+def received(ask: Ask) -> Any:
+    """A request as it reaches the scheduler."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -49,7 +49,7 @@ class Row:
     columns: Tensor | None
 
 
-class PicCpuAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+class PicCpuAttnBackend(TorchNativeAttnBackend):
     """Attention backend `pic_cpu`; see the module's docstring."""
 
     supports_packed_rows = True
@@ -101,7 +101,8 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     ) -> Tensor:
         """Write the new K/V, then attend row by row; see `AttentionBackend.forward_extend`."""
         if layer.is_cross_attention or layer.attn_type == AttentionType.ENCODER_ONLY:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            out: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            return out
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
@@ -115,7 +116,8 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     ) -> Tensor:
         """One query a row over its whole context; see `AttentionBackend.forward_decode`."""
         if layer.is_cross_attention:
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            out: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            return out
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _forward(

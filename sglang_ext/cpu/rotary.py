@@ -50,5 +50,5 @@ def use_float32_rotary(model: nn.Module) -> int:
     """
     modules = [m for m in model.modules() if hasattr(m, "_apply_rotary_emb_wrapped")]
     for module in modules:
-        module._apply_rotary_emb_wrapped = apply_rotary_float32
+        setattr(module, "_apply_rotary_emb_wrapped", apply_rotary_float32)  # noqa: B010
     return len(modules)
