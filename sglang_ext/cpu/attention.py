@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-BLOCK_QUERIES = 256
+CONTIGUOUS_BLOCK = 256
+SCATTERED_BLOCK = 64
+"""Queries of a block. Scattered ones end at very different columns: small blocks see fewer keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
         for index, kv_len, new_len in zip(indices, kv_lens, new_lens, strict=True):
             end = start + new_len
             own = None if columns is None else columns[start:end]
+            if own is not None and int(own[0]) == kv_len - new_len:
+                own = None  # ascending to the row's end: nothing is left out
             self._rows.append(Row(start, end, table[index, :kv_len].long(), own))
             start = end
 
@@ -168,11 +172,11 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
         if new == 1 and row.columns is None and (window is None or kv_len <= window):
             out.copy_(_attend_one(q, k, v, scaling))
             return
-        columns = row.columns
+        columns, block_len = row.columns, SCATTERED_BLOCK
         if columns is None:
-            columns = torch.arange(kv_len - new, kv_len)
-        for start in range(0, new, BLOCK_QUERIES):
-            end = min(start + BLOCK_QUERIES, new)
+            columns, block_len = torch.arange(kv_len - new, kv_len), CONTIGUOUS_BLOCK
+        for start in range(0, new, block_len):
+            end = min(start + block_len, new)
             own = columns[start:end]
             visible = int(own[-1]) + 1
             key = (index, start, window, q.dtype)
