@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -31,10 +33,15 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def clip_spans(spans: Iterable[Span], start: int, end: int) -> tuple[Span, ...]:
-    """The parts of `spans` inside `[start, end)`."""
-    clipped = (Span(max(span.start, start), min(span.end, end)) for span in spans)
-    return tuple(span for span in clipped if span.num_tokens > 0)
+def clip_spans(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
+    """The parts of merged `spans` inside `[start, end)`, in time that grows with their number."""
+    first = bisect_right(spans, start, key=lambda span: span.end)
+    clipped: list[Span] = []
+    for span in islice(spans, first, None):
+        if span.start >= end:
+            break
+        clipped.append(Span(max(span.start, start), min(span.end, end)))
+    return tuple(clipped)
 
 
 def count_tokens(spans: Iterable[Span]) -> int:
@@ -48,12 +55,10 @@ def subtract_spans(spans: Iterable[Span], holes: Iterable[Span]) -> tuple[Span, 
     left: list[Span] = []
     for span in merge_spans(spans):
         start = span.start
-        for cut in cuts:
-            if cut.end <= start or cut.start >= span.end:
-                continue
+        for cut in clip_spans(cuts, span.start, span.end):
             if cut.start > start:
                 left.append(Span(start, cut.start))
-            start = max(start, cut.end)
+            start = cut.end
         if start < span.end:
             left.append(Span(start, span.end))
     return tuple(left)

@@ -16,6 +16,7 @@ from sglang_ext.errors import ConfigError, RequestError
 from sglang_ext.request import RequestOptions, parse_options
 
 MIB = 1 << 20
+MAX_ARENA_MIB = 1 << 30
 VerifyPolicy = Literal["always", "first", "never"]
 
 
@@ -82,12 +83,15 @@ def config_from_args(args: argparse.Namespace | Mapping[str, Any]) -> ExtConfig 
             option is given.
     """
     values = dict(args) if isinstance(args, Mapping) else vars(args)
+    known = {_name_of(flag): option for flag, option in _FLAGS.items()}
+    switches = {name for name, option in known.items() if option.is_switch}
     given = {
         name: value
         for name, value in values.items()
-        if name.startswith("pic_") and value is not None and value is not False
+        if name.startswith("pic_")
+        and value is not None
+        and not (name in switches and value is False)
     }
-    known = {_name_of(flag): option for flag, option in _FLAGS.items()}
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ConfigError(f"{unknown[0]}: unknown option, expected one of {', '.join(known)}")
@@ -107,7 +111,8 @@ def config_from_args(args: argparse.Namespace | Mapping[str, Any]) -> ExtConfig 
     try:
         defaults = parse_options(requested, config.defaults)
     except RequestError as exc:
-        raise ConfigError(f"--{str(exc).replace('_', '-', 2)}") from exc
+        flag = "--" + exc.key.replace("_", "-")
+        raise ConfigError(f"{flag}: got {exc.got!r}, expected {exc.expected}") from exc
     return replace(config, defaults=defaults)
 
 
@@ -131,8 +136,10 @@ def _set_segment_len(config: ExtConfig, value: Any) -> ExtConfig:
 
 
 def _set_arena(config: ExtConfig, value: Any) -> ExtConfig:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(f"--pic-arena-mib: got {value!r}, expected a number of MiB above 0")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_ARENA_MIB:
+        expected = f"a number of MiB above 0, at most {MAX_ARENA_MIB}"
+        raise ConfigError(f"--pic-arena-mib: got {value!r}, expected {expected}")
     return replace(config, index=replace(config.index, arena_bytes=int(value * MIB)))
 
 
@@ -143,11 +150,18 @@ def _set_verify(config: ExtConfig, value: Any) -> ExtConfig:
 
 
 def _set_strict(config: ExtConfig, value: Any) -> ExtConfig:
-    return replace(config, is_strict=bool(value))
+    return replace(config, is_strict=_switch("--pic-strict", value))
 
 
 def _set_untested(config: ExtConfig, value: Any) -> ExtConfig:
-    return replace(config, allows_untested_sglang=bool(value))
+    allows = _switch("--pic-allow-untested-sglang", value)
+    return replace(config, allows_untested_sglang=allows)
+
+
+def _switch(flag: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{flag}: got {value!r}, expected true or false")
+    return value
 
 
 _FLAGS: Mapping[str, _Flag] = {

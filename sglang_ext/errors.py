@@ -31,6 +31,8 @@ class RequestError(ExtError, ValueError):
 
     def __init__(self, key: str, got: object, expected: str) -> None:
         self.key = key
+        self.got = got
+        self.expected = expected
         super().__init__(f"{key}: got {got!r}, expected {expected}")
 
 

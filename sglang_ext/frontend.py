@@ -65,8 +65,9 @@ def check_custom_params(custom: Any) -> None:
     import msgspec
 
     try:
-        msgspec.convert(custom, compat.custom_params_type(), strict=True)
-    except msgspec.ValidationError as exc:
+        sent = msgspec.msgpack.encode(custom)
+        msgspec.msgpack.decode(sent, type=compat.custom_params_type())
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as exc:
         expected = "scalars, lists of scalars or flat objects of scalars"
         raise RequestError("custom_params", str(exc), expected) from exc
 

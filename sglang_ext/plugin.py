@@ -34,9 +34,8 @@ def register() -> None:
 
     HookRegistry.register(compat.ADD_CLI_ARGS.path, _after_add_cli_args, HookType.AFTER)
     HookRegistry.register(compat.FROM_CLI_ARGS.path, _around_from_cli_args, HookType.AROUND)
-    if os.environ.get(MARKER) != "1":
-        _accept_engine_options()
-    elif "sglang.srt.managers.scheduler" in sys.modules:
+    _accept_engine_options()
+    if os.environ.get(MARKER) == "1" and "sglang.srt.managers.scheduler" in sys.modules:
         _register(SCHEDULER_HOOKS)
 
 
@@ -78,7 +77,8 @@ def _is_ours(key: str) -> bool:
 def _enable(server_args: Any, config: ExtConfig | None) -> None:
     """Carry the configuration with SGLang's arguments and wrap what this process needs."""
     if config is None:
-        os.environ.pop(MARKER, None)
+        if os.environ.pop(MARKER, None) is not None:
+            os.environ.pop(EAGER_NO_COPY, None)
         return
     compat.check_version(config.allows_untested_sglang)
     compat.check_signatures(compat.FRONTEND_TARGETS)

@@ -17,6 +17,7 @@ class Reason(StrEnum):
     DISABLED = "disabled_by_request"
     FULL_STRATEGY = "full_strategy"
     SINGLE_CHUNK = "single_chunk"
+    TOO_MANY_CHUNKS = "too_many_chunks"
     LORA = "lora"
     SESSION = "session"
     MULTIMODAL = "multimodal"

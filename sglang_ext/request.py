@@ -126,7 +126,10 @@ def _int_between(low: int, high: int) -> Any:
 def _number(key: str, value: Any, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(key, value, expected)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as exc:
+        raise RequestError(key, value, expected) from exc
 
 
 def _ratio(key: str, value: Any) -> float:

@@ -36,6 +36,7 @@ from sglang_ext.task import PicTask, cut_prompt, select_tokens
 logger = logging.getLogger(__name__)
 
 ROOTS_KEPT = 4096
+MAX_CHUNKS = 1024
 UNBOUNDED_TOKENS = 1 << 31
 
 
@@ -167,6 +168,8 @@ class PicRuntime:
             return Reason.DISABLED
         if options.strategy == "full":
             return Reason.FULL_STRATEGY
+        if options.bounds is not None and len(options.bounds) > MAX_CHUNKS:
+            return Reason.TOO_MANY_CHUNKS
         return request_blocker(recv_req)
 
     def _helps_single(self, task: PicTask) -> bool:
