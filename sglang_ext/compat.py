@@ -38,10 +38,7 @@ FROM_CLI_ARGS = Target("sglang.srt.server_args.ServerArgs.from_cli_args", ("cls"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 TOKENIZE_ONE = Target(_TOKENIZER + "_tokenize_one_request", ("self", "obj"))
 TOKENIZE_BATCH = Target(_TOKENIZER + "_batch_tokenize_and_process", ("self", "batch_size", "obj"))
-UPDATE_META_INFO = Target(
-    _TOKENIZER + "update_request_meta_info",
-    ("self", "meta_info", "state", "customized_info", "index", "finish_reason"),
-)
+STREAM_ONE = Target(_TOKENIZER + "_stream_one_response", ("self", "obj", "state", "request"))
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 INIT_SCHEDULER = Target(_SCHEDULER + "__init__", ("self", "server_args", "port_args"))
@@ -89,7 +86,7 @@ WEIGHT_UPDATES = tuple(
     )
 )
 
-FRONTEND_TARGETS = (TOKENIZE_ONE, TOKENIZE_BATCH, UPDATE_META_INFO)
+FRONTEND_TARGETS = (TOKENIZE_ONE, TOKENIZE_BATCH, STREAM_ONE)
 SCHEDULER_TARGETS = (
     INIT_SCHEDULER,
     CREATE_REQ,

@@ -8,7 +8,8 @@
     ├── IndexUnavailable       the chunk index cannot be reached; counts as a miss
     ├── ChunkCorrupt           a payload does not match its checksum; counts as a miss
     ├── PlanInfeasible         a plan cannot be carried out; the request is prefilled in full
-    └── SelfTestFailed         the start-up self-test does not hold on this model and backend
+    ├── SelfTestFailed         the start-up self-test does not hold on this model and backend
+    └── ServerFailed           a server that a script started did not answer as it should
 
 Imports nothing, so that every layer may use it.
 """
@@ -58,3 +59,7 @@ class PlanInfeasible(ExtError):
 
 class SelfTestFailed(ExtError):
     """The start-up self-test failed; PIC stays off."""
+
+
+class ServerFailed(ExtError):
+    """A server did not start, ended, or refused a request; the message says what it said."""

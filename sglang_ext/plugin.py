@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from sglang_ext import compat, frontend
@@ -145,12 +145,13 @@ async def _tokenize_batch(
     return [await manager._tokenize_one_request(obj[index]) for index in range(batch_size)]
 
 
-def _update_meta_info(
-    original: Callable[..., Any], manager: Any, meta_info: Any, *args: Any, **kwargs: Any
-) -> Any:
-    result = original(manager, meta_info, *args, **kwargs)
-    frontend.tidy_meta_info(meta_info)
-    return result
+async def _stream_one(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(original(manager, *args, **kwargs)) as outputs:
+        async for output in outputs:
+            frontend.tidy_meta_info(output.get("meta_info") or {})
+            yield output
 
 
 # Hooks of the scheduler process
@@ -234,7 +235,7 @@ def _update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kw
 FRONTEND_HOOKS: Mapping[Target, Callable[..., Any]] = {
     compat.TOKENIZE_ONE: _tokenize_one,
     compat.TOKENIZE_BATCH: _tokenize_batch,
-    compat.UPDATE_META_INFO: _update_meta_info,
+    compat.STREAM_ONE: _stream_one,
 }
 SCHEDULER_HOOKS: Mapping[Target, Callable[..., Any]] = {
     compat.INIT_SCHEDULER: _init_scheduler,

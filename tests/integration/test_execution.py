@@ -133,6 +133,20 @@ def test_an_answer_does_not_depend_on_who_shares_its_batch(
         assert counts(one) == counts(other)
 
 
+def test_requests_that_miss_the_same_chunk_at_once_compute_it_once(
+    harness: Harness, corpus: Corpus
+) -> None:
+    system, shared, query, other = corpus.chunks(20, 150, 15, 12)
+    asks = [Ask(*join(system, shared, query)), Ask(*join(system, shared, other))]
+    first, second = harness.ask_all(asks)
+    assert first.batch_size == second.batch_size == 2
+    assert counts(first)[3] == 20 + 150 + 15
+    assert counts(second)[3] == 12
+    harness.flush_tree()
+    again = harness.ask_all([asks[1]])[0]
+    assert torch.equal(second.logits, again.logits)
+
+
 def test_plain_requests_after_pic_requests_get_exact_kv(harness: Harness, corpus: Corpus) -> None:
     ids, params = join(*corpus.chunks(20, 200, 150, 15))
     before = plain(harness, ids)
