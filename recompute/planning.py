@@ -190,7 +190,6 @@ def resolve_hits(
     num_cached: Sequence[int],
     known: Collection[ChunkKey],
     prefix_len: int,
-    keeps_query: bool,
 ) -> tuple[int, ...]:
     """Count as hits what is cached, and what is or will be computed before it is needed.
 
@@ -199,7 +198,6 @@ def resolve_hits(
         num_cached: For each chunk, how many of its leading segments the cache holds.
         known: Keys computed for other prompts of the same batch.
         prefix_len: Tokens of the exact prefix.
-        keeps_query: As in `plan_prompt`.
 
     Returns:
         For each chunk its leading segments that need not be computed, a second occurrence of a
@@ -207,12 +205,11 @@ def resolve_hits(
     """
     seen = set(known)
     hits: list[int] = []
-    last = len(chunks) - 1
-    for index, (chunk, cached) in enumerate(zip(chunks, num_cached, strict=True)):
+    for chunk, cached in zip(chunks, num_cached, strict=True):
         behind = takewhile(lambda segment: segment.key in seen, chunk.segments[cached:])
         hits.append(cached + sum(1 for _ in behind))
         is_isolated = chunk.span.start == 0 or chunk.span.start >= prefix_len
-        if is_isolated and chunk.span.end > prefix_len and (index < last or keeps_query):
+        if is_isolated and chunk.span.end > prefix_len:
             seen.update(segment.key for segment in chunk.segments)
     return tuple(hits)
 

@@ -236,3 +236,10 @@ def tensor_parallel() -> tuple[int, int]:
 
     parallel = get_parallel()
     return int(parallel.tp_size), int(parallel.tp_rank)
+
+
+def runs_without_row_buffers() -> bool:
+    """Whether an eager pass takes its batch as it is, not copied into buffers of fixed rows."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_EAGER_INPUT_NO_COPY.get())

@@ -104,7 +104,7 @@ class PicExecutor:
         for index, req in enumerate(batch.reqs):
             job = self._make_job(index, req, batch)
             runs = self._prepare(job, computed, batch, forward)
-            rows.append(Row(req, job.token_ids, runs))
+            rows.append(Row(req, job.token_ids, runs, job.slots))
         started = time.perf_counter()
         logits = self._rows.run(rows, batch, forward)
         ended = time.perf_counter()
@@ -158,9 +158,7 @@ class PicExecutor:
                 self._load(job, task, lease)
                 known = [key for key in computed if key not in job.payloads]
                 job.payloads.update((key, computed[key]) for key in known)
-                hits = resolve_hits(
-                    task.chunks, lease.num_hits, known, job.prefix_len, task.keeps_query
-                )
+                hits = resolve_hits(task.chunks, lease.num_hits, known, job.prefix_len)
                 plan = plan_prompt(
                     task.chunks,
                     hits,
@@ -218,7 +216,8 @@ class PicExecutor:
             self._place(job, [placement._replace(delta=0) for placement in context])
             local = Span(miss.start - span.start, span.num_tokens)
             table = job.slots[span.start : span.end]
-            rows.append(Row(job.req, job.token_ids[span.start : span.end], (local,), table))
+            ids = job.token_ids[span.start : span.end]
+            rows.append(Row(job.req, ids, (local,), table, is_own=False))
         self._rows.run(rows, batch, forward)
         for miss in misses:
             for segment in miss.missing:

@@ -37,8 +37,11 @@ def prepare_request(manager: Any, obj: Any, config: ExtConfig) -> Any:
     if not isinstance(params, dict) or not hasattr(obj, "custom_logit_processor"):
         return obj
     custom = params.get("custom_params")
-    check_custom_params(custom)
+    if custom is not None and not isinstance(custom, dict):
+        raise RequestError("custom_params", type(custom).__name__, "an object")
     options = parse_options(custom, config.defaults)
+    check_custom_params(custom)
+    _refuse_empty(obj)
     if obj.input_ids is not None:
         _refuse_delimiter_for_ids(custom)
         check_bounds(options.bounds or (), len(obj.input_ids))
@@ -54,13 +57,9 @@ def check_custom_params(custom: Any) -> None:
     """Refuse `custom_params` that would not survive the way to the scheduler.
 
     Raises:
-        RequestError: It is not a mapping, or nests deeper than typed IPC carries.
+        RequestError: It nests deeper than typed IPC carries.
     """
-    if custom is None:
-        return
-    if not isinstance(custom, dict):
-        raise RequestError("custom_params", type(custom).__name__, "an object")
-    if compat.uses_pickle_ipc():
+    if custom is None or compat.uses_pickle_ipc():
         return
     import msgspec
 
@@ -80,6 +79,17 @@ def tidy_meta_info(meta_info: dict[str, Any]) -> None:
             meta_info["pic"] = reports[0]
         else:
             del meta_info["pic"]
+
+
+def _refuse_empty(obj: Any) -> None:
+    """SGLang's scheduler does not survive a prompt without tokens."""
+    if obj.input_embeds is not None or obj.contains_mm_input():
+        return
+    for key, prompt in (("input_ids", obj.input_ids), ("text", obj.text)):
+        if prompt is not None:
+            if len(prompt) == 0:
+                raise RequestError(key, prompt, "at least one token")
+            return
 
 
 def _refuse_delimiter_for_ids(custom: Any) -> None:

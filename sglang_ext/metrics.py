@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext import compat
 from sglang_ext.report import PicReport
 
 
@@ -35,7 +36,8 @@ class Metrics:
             return cls(None, {})
         from prometheus_client import Counter, Gauge
 
-        labels = {"model_name": str(scheduler.server_args.served_model_name)}
+        view, _ = compat.resolved_options(scheduler.server_args)
+        labels = {"model_name": str(view.served_model_name)}
         names = list(labels)
         collectors = _Collectors(
             active=Gauge(

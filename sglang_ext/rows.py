@@ -43,14 +43,16 @@ class Row:
         req: SGLang's request, for what a ForwardBatch asks of it.
         token_ids: `[table_len]` int64, the token of every column.
         runs: Columns to compute, merged and ascending.
-        slots: `[table_len]` int64 slots of a table of its own; None reads the request's row.
+        slots: `[table_len]` int64, the KV slot of every column, on device.
+        is_own: The table is the request's own row of req_to_token, not one of a part of it.
         shift: Position of column 0.
     """
 
     req: Any
     token_ids: npt.NDArray[np.int64]
     runs: tuple[Span, ...]
-    slots: Tensor | None = None
+    slots: Tensor
+    is_own: bool = True
     shift: int = 0
 
     @property
@@ -66,8 +68,8 @@ class PassLimits:
     Attributes:
         max_tokens: Tokens computed in a pass, at least 1.
         max_rows: Sequences of a pass, at least 1.
-        packs: The backend takes packed rows.
-        isolates: A pass holds one row only, so that its result does not depend on others.
+        packs: The backend takes packed rows with tables of their own.
+        isolates: A pass serves one request only, so that its answer does not depend on others.
     """
 
     max_tokens: int
@@ -117,13 +119,14 @@ class RowRunner:
 
     def _fits(self, part: Sequence[tuple[int, Row]]) -> bool:
         rows = [row for _, row in part]
-        num_foreign = sum(row.slots is not None for row in rows)
-        return (
-            not self.limits.isolates
-            and sum(row.num_tokens for row in rows) <= self.limits.max_tokens
-            and sum(self._num_sequences(row) for row in rows) <= self.limits.max_rows
-            and num_foreign <= max(1, self._pool.available_size())
-        )
+        if sum(row.num_tokens for row in rows) > self.limits.max_tokens:
+            return False
+        if self.limits.isolates and any(row.req is not rows[0].req for row in rows):
+            return False
+        if sum(self._num_sequences(row) for row in rows) > self.limits.max_rows:
+            return False
+        num_borrowed = 0 if self.limits.packs else sum(not row.is_own for row in rows)
+        return num_borrowed <= max(1, self._pool.available_size())
 
     def _num_sequences(self, row: Row) -> int:
         return 1 if self.limits.packs else len(row.runs)
@@ -145,32 +148,38 @@ class RowRunner:
         yield replace(row, runs=tuple(runs))
 
     def _run_pass(self, rows: Sequence[Row], batch: Any, forward: Forward) -> list[Tensor]:
-        with _Tables(self._pool, rows) as tables:
-            sequences = [
-                (row, table, runs)
-                for row, table in zip(rows, tables, strict=True)
-                for runs in ([row.runs] if self.limits.packs else [(run,) for run in row.runs])
-            ]
+        if self.limits.packs:
+            owners = [row.req.kv.req_pool_idx for row in rows]
+            sequences = [(row, owner, row.runs) for row, owner in zip(rows, owners, strict=True)]
             forward_batch, columns = self._build(sequences, batch)
-            output = self._forward(forward_batch, columns, forward)
+            self._runner.attn_backend.pack_next(columns, [row.slots for row in rows])
+            try:
+                output = self._forward(forward_batch, forward)
+            finally:
+                self._runner.attn_backend.unpack()
+        else:
+            with _BorrowedTables(self._pool, rows) as tables:
+                sequences = [
+                    (row, table, (run,))
+                    for row, table in zip(rows, tables, strict=True)
+                    for run in row.runs
+                ]
+                forward_batch, _ = self._build(sequences, batch)
+                output = self._forward(forward_batch, forward)
         logits = output.logits_output.next_token_logits
         ends = np.cumsum([self._num_sequences(row) for row in rows]) - 1
         return [logits[int(end)] for end in ends]
 
-    def _forward(self, forward_batch: Any, columns: Tensor, forward: Forward) -> Any:
+    def _forward(self, forward_batch: Any, forward: Forward) -> Any:
         """One eager pass: neither packed columns nor virtual rows fit a captured graph."""
         runner = self._runner
         graphs, runner.prefill_cuda_graph_runner = runner.prefill_cuda_graph_runner, None
-        if self.limits.packs:
-            runner.attn_backend.pack_next(columns)
         started = time.perf_counter()
         try:
             return forward(forward_batch)
         finally:
             self.forward_ms += (time.perf_counter() - started) * 1e3
             runner.prefill_cuda_graph_runner = graphs
-            if self.limits.packs:
-                runner.attn_backend.pack_next(None)
 
     def _build(
         self, sequences: list[tuple[Row, int, tuple[Span, ...]]], batch: Any
@@ -188,7 +197,10 @@ class RowRunner:
         tables = torch.tensor([table for _, table, _ in sequences], dtype=torch.int64)
         all_columns = torch.from_numpy(np.concatenate(columns)).to(device)
         positions = torch.from_numpy(np.concatenate(places)).to(device)
-        owners = tables.repeat_interleave(torch.tensor(lens)).to(device)
+        slots = [
+            row.slots[torch.from_numpy(own).to(device)]
+            for (row, _, _), own in zip(sequences, columns, strict=True)
+        ]
         part = copy(batch)
         part.reqs = [row.req for row, _, _ in sequences]
         part.input_ids = torch.from_numpy(np.concatenate(ids)).to(device)
@@ -202,7 +214,7 @@ class RowRunner:
         part.seq_lens = part.seq_lens_cpu.to(device)
         part.seq_lens_sum = sum(kv_lens)
         part.orig_seq_lens = part.seq_lens.to(torch.int32)
-        part.out_cache_loc = self._pool.req_to_token[owners, all_columns].long()
+        part.out_cache_loc = torch.cat(slots)
         part.return_logprob = False
         part.top_logprobs_nums = None
         part.token_ids_logprobs = None
@@ -220,8 +232,8 @@ class RowRunner:
         return forward_batch, all_columns
 
 
-class _Tables:
-    """Rows of req_to_token for one pass: the request's own, or borrowed ones for foreign slots.
+class _BorrowedTables:
+    """Rows of req_to_token for one pass: the request's own, or borrowed ones for other tables.
 
     Where no row is free, the request's own is overwritten and restored; a pass then holds one such
     row, and no other row of that request.
@@ -244,7 +256,7 @@ class _Tables:
 
     def _table_of(self, row: Row) -> int:
         own: int = row.req.kv.req_pool_idx
-        if row.slots is None:
+        if row.is_own:
             return own
         borrowed = self._pool.alloc_rows(1)
         if borrowed is None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 ROOTS_KEPT = 4096
 MAX_CHUNKS = 1024
-UNBOUNDED_TOKENS = 1 << 31
+UNBOUNDED = 1 << 31
 
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -100,7 +100,7 @@ class PicRuntime:
 
     def _announce(self) -> None:
         self.metrics.set_active(self._off_reason)
-        backend = self._runner.server_args.attention_backend
+        backend = compat.resolved_options(self._runner.server_args)[0].attention_backend
         if self._off_reason is not None:
             logger.error("PIC is off: %s", self._off_reason)
             return
@@ -277,9 +277,10 @@ def _owner_of(root: ChunkKey) -> str:
 def _pass_limits(runner: Any, scheduler: Any) -> PassLimits:
     size = scheduler.chunked_prefill_size
     packs = bool(getattr(runner.attn_backend, "supports_packed_rows", False))
+    has_row_buffers = not packs or not compat.runs_without_row_buffers()
     return PassLimits(
-        max_tokens=size if size and size > 0 else UNBOUNDED_TOKENS,
-        max_rows=max(1, runner.max_running_requests),
+        max_tokens=size if size and size > 0 else UNBOUNDED,
+        max_rows=max(1, runner.max_running_requests) if has_row_buffers else UNBOUNDED,
         packs=packs,
         isolates=runner.device == "cpu",
     )

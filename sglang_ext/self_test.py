@@ -110,14 +110,15 @@ class _SelfTest:
                 _fail("control with keys moved one position too far", distance, f"above {bound}")
 
     def _compute(self, runs: tuple[Span, ...]) -> _State:
-        row = Row(self._batch.reqs[0], self._token_ids, runs)
+        row = Row(self._batch.reqs[0], self._token_ids, runs, self._slots)
         logits = self._rows.run([row], self._batch, self._forward)[0].float().cpu()
         return _State(logits, self._pool.capture(self._slots).data)
 
     def _compute_chunk(self, shift: int) -> Tensor:
         table = self._slots[CHUNK.start : CHUNK.end]
         ids = self._token_ids[CHUNK.start : CHUNK.end]
-        row = Row(self._batch.reqs[0], ids, (Span(0, CHUNK.num_tokens),), table, shift)
+        runs = (Span(0, CHUNK.num_tokens),)
+        row = Row(self._batch.reqs[0], ids, runs, table, is_own=False, shift=shift)
         self._rows.run([row], self._batch, self._forward)
         return self._pool.capture(table).data
 

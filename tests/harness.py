@@ -65,7 +65,7 @@ class Harness:
     """One scheduler; see the module's docstring."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        os.environ["SGLANG_PIC_ENABLED"] = "1"
+        os.environ["SGLANG_PIC_ENABLED"] = os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
         import sglang.srt.managers.scheduler  # noqa: F401  (the plugin looks for it)
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins import load_plugins

@@ -15,6 +15,7 @@ encoder-only layers are left to the parent class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,40 +59,47 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        self._next_columns: Tensor | None = None
+        self._next: tuple[Tensor, Sequence[Tensor]] | None = None
         self._rows: list[Row] = []
         self._masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = {}
 
-    def pack_next(self, columns: Tensor | None) -> None:
-        """Say where the queries of the next extend stand, all rows concatenated.
+    def pack_next(self, columns: Tensor, tables: Sequence[Tensor]) -> None:
+        """Say what the rows of the next extend are. Holds for one `init_forward_metadata`.
 
         Args:
-            columns: `[num_tokens]` int64, ascending within a row. Each query sees the columns up
-                to and including its own. Holds for one `init_forward_metadata`. None takes it
-                back.
+            columns: `[num_tokens]` int64, where the queries stand, all rows concatenated,
+                ascending within a row. Each query sees the columns up to and including its own.
+            tables: For each row the KV slots of its columns, `[table_len]` int64; they are used
+                instead of the row's entry in req_to_token.
         """
-        self._next_columns = columns
+        self._next = columns, tables
+
+    def unpack(self) -> None:
+        """Take back what `pack_next` said, should no batch have used it."""
+        self._next = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Gather each row's slots once for all layers; forgets the previous batch."""
         super().init_forward_metadata(forward_batch)
-        columns, self._next_columns = self._next_columns, None
+        columns, tables = self._next or (None, None)
+        self._next = None
         self._masks.clear()
-        table = self.req_to_token_pool.req_to_token
-        indices = forward_batch.req_pool_indices.tolist()
         kv_lens = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             new_lens = [1] * len(kv_lens)
         else:
             new_lens = forward_batch.extend_seq_lens_cpu
+        if tables is None:
+            table = self.req_to_token_pool.req_to_token
+            tables = [table[index] for index in forward_batch.req_pool_indices.tolist()]
         self._rows = []
         start = 0
-        for index, kv_len, new_len in zip(indices, kv_lens, new_lens, strict=True):
+        for slots, kv_len, new_len in zip(tables, kv_lens, new_lens, strict=True):
             end = start + new_len
             own = None if columns is None else columns[start:end]
             if own is not None and int(own[0]) == kv_len - new_len:
                 own = None  # ascending to the row's end: nothing is left out
-            self._rows.append(Row(start, end, table[index, :kv_len].long(), own))
+            self._rows.append(Row(start, end, slots[:kv_len].long(), own))
             start = end
 
     def forward_extend(

@@ -78,9 +78,7 @@ def plan_drawing(
 ) -> PromptPlan:
     chunks = cut(texts)
     num_tokens = chunks[-1].span.end + generated
-    hits = resolve_hits(
-        chunks, num_cached(chunks, cached.ljust(num_tokens)), (), len(prefix), keeps_query
-    )
+    hits = resolve_hits(chunks, num_cached(chunks, cached.ljust(num_tokens)), (), len(prefix))
     return plan_prompt(chunks, hits, spans_of(select), len(prefix), num_tokens, keeps_query)
 
 
@@ -211,6 +209,13 @@ def test_a_prefix_inside_the_first_chunk_is_its_context() -> None:
     (miss,) = plan.misses
     assert (miss.start, miss.missing[0].span) == (3, Span(2, 4))
     assert plan.is_exact
+
+
+def test_a_prefix_that_ends_with_a_chunk_leaves_nothing_of_it() -> None:
+    for prefix in ("====", "======="):
+        plan = plan_drawing(["aaaa", "bbb", "q"], prefix=prefix)
+        assert all(miss.chunk_span.start >= len(prefix) for miss in plan.misses)
+        assert plan.counts.exact == len(prefix)
 
 
 def test_cached_segments_of_the_first_chunk_are_exact() -> None:
@@ -385,15 +390,15 @@ def test_placing_leaves_out_what_the_prefix_covers() -> None:
 def test_segments_behind_a_gap_are_no_hits() -> None:
     chunks = cut(["aabbcc", "q"])
     keys = [segment.key for segment in chunks[0].segments]
-    assert resolve_hits(chunks, [0, 0], {keys[1], keys[2]}, 0, False) == (0, 0)
-    assert resolve_hits(chunks, [1, 0], {keys[1]}, 0, False) == (2, 0)
+    assert resolve_hits(chunks, [0, 0], {keys[1], keys[2]}, 0) == (0, 0)
+    assert resolve_hits(chunks, [1, 0], {keys[1]}, 0) == (2, 0)
 
 
 def test_a_query_that_is_not_kept_serves_nobody_and_is_served() -> None:
     chunks = cut(["x", "aaa", "aaa"])
-    assert resolve_hits(chunks, [0, 0, 0], (), 0, False) == (0, 0, 2)
+    assert resolve_hits(chunks, [0, 0, 0], (), 0) == (0, 0, 2)
     chunks = cut(["aaa"])
-    assert resolve_hits(chunks, [0], (), 0, False) == (0,)
+    assert resolve_hits(chunks, [0], (), 0) == (0,)
 
 
 # Properties
@@ -429,9 +434,7 @@ class Prompt:
 
     @property
     def hits(self) -> tuple[int, ...]:
-        return resolve_hits(
-            self.chunks, self.num_cached, self.known, self.prefix_len, self.keeps_query
-        )
+        return resolve_hits(self.chunks, self.num_cached, self.known, self.prefix_len)
 
     @property
     def plan(self) -> PromptPlan:
@@ -463,12 +466,13 @@ def prompts(draw_: st.DrawFn) -> Prompt:
     strategy = PRIOR_STRATEGIES[draw_(st.sampled_from(sorted(PRIOR_STRATEGIES)))]
     selection = strategy([chunk.span for chunk in chunks], draw_(params))
     num_tokens = prompt_len + draw_(st.sampled_from([0, 0, 0, 1, 4]))
+    edges = [segment.span.end for chunk in chunks for segment in chunk.segments]
     return Prompt(
         chunks,
         frozenset(cached),
         frozenset(known),
         selection,
-        draw_(st.integers(0, num_tokens - 1)),
+        min(draw_(st.integers(0, num_tokens - 1) | st.sampled_from(edges)), num_tokens - 1),
         num_tokens,
         draw_(st.booleans()),
     )
@@ -577,7 +581,7 @@ def test_a_miss_covers_the_rest_of_its_chunk_and_saw_nothing_before_it(prompt: P
     for miss in prompt.plan.misses:
         assert miss.missing
         assert miss.cached + miss.missing == chunks[miss.chunk_span].segments
-        assert miss.start >= prompt.prefix_len
+        assert prompt.prefix_len <= miss.start < miss.chunk_span.end
         if miss.chunk_span.start > 0:
             assert miss.chunk_span.start >= prompt.prefix_len
             assert miss.start == miss.missing[0].span.start
