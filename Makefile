@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env model demo test bench check fmt wheel clean
+.PHONY: help env model demo conversation test bench check fmt wheel clean
 
 # Safe path: run from here, the folder sched/ must not hide the standard library's module.
 export PYTHONSAFEPATH := 1
@@ -13,7 +13,7 @@ PY := .venv/bin/python
 MODEL := $$($(PY) -m sglang_ext.scripts.model)
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 env:  ## make .venv: pinned packages from the user's cache, and our wheels (FRESH=1: no cache)
 	@scripts/env.sh
@@ -26,6 +26,9 @@ demo: model  ## serve the small model with and without PIC; one table, build/dem
 
 test: model check  ## every check and every test
 	@export PIC_MODEL=; PIC_MODEL=$(MODEL); exec $(PY) -m pytest
+
+conversation: model  ## six turns over documents, plain and PIC; build/conversation.json
+	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.conversation --model "$$model"
 
 bench: model  ## interleaved plain and PIC pairs; build/bench.json and a plot
 	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.bench --model "$$model"

@@ -95,21 +95,6 @@ QUICK = Scale(pairs=2, kl_prompts=2, flag_pairs=20, is_quick=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One kind of prompt.
-
-    Attributes:
-        prompt_tokens: Wanted length; prompts come close to it.
-        num_passages: Chunks between system text and question.
-        rounds: Prompts of this kind.
-    """
-
-    prompt_tokens: int
-    num_passages: int
-    rounds: int
-
-
-@dataclass(frozen=True, slots=True)
 class Arm:
     """One way to serve a prompt with PIC.
 
@@ -143,6 +128,27 @@ REUSE = Arm("reuse", 0)
 DARIC_4, DARIC_16, DARIC_64 = (Arm("daric", budget) for budget in (4, 16, 64))
 WARM_ARMS = (REUSE, Arm("epic", 16), DARIC_4, DARIC_16, DARIC_64)
 COLD = Arm("daric", 16, "cold")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of prompt.
+
+    Attributes:
+        prompt_tokens: Wanted length; prompts come close to it.
+        num_passages: Chunks between system text and question.
+        rounds: Prompts of this kind.
+    """
+
+    prompt_tokens: int
+    num_passages: int
+    rounds: int
+
+    def arms(self, has_cold: bool) -> list[Arm]:
+        """What is compared; a budget that covers the prompt would be an exact prefill."""
+        arms = [*WARM_ARMS, COLD] if has_cold else [*WARM_ARMS]
+        chunks = self.num_passages + 2
+        return [arm for arm in arms if arm.budget * chunks < 0.9 * self.prompt_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +299,7 @@ class Bench:
         preload(servers.ours, case, self._encode)
         samples: dict[Arm, list[Sample]] = defaultdict(list)
         for index, ask in enumerate(make_asks(case, self._encode, SEED)):
-            arms = (*WARM_ARMS, COLD) if index < self._scale.pairs else WARM_ARMS
+            arms = case.arms(has_cold=index < self._scale.pairs)
             answers = time_round(servers, ask, arms, index)
             kls = compare_answers(servers.ours, ask, arms, index, self._vocab_size)
             plain_ms = {side: answers[side].ttft_ms for side in Plain}
@@ -440,7 +446,8 @@ def check_cached(arm: Arm, ask: Ask, report: Mapping[str, Any]) -> None:
     """
     is_warm = report["computed_tokens"] <= ask.question_len
     is_cold = report["reused_tokens"] == report["recomputed_tokens"] == 0
-    if not (is_warm if arm.cached == "warm" else is_cold):
+    has_prefix = report["exact_tokens"] > ask.bounds[1]  # more than the system text
+    if has_prefix or not (is_warm if arm.cached == "warm" else is_cold):
         raise ServerFailed(f"{arm.label}: not {arm.cached}, the server reports {dict(report)}")
 
 
@@ -544,7 +551,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def largest(rows: Sequence[Row]) -> dict[Arm, Row]:
     """Rows of the kind of prompt that the aims are about."""
-    tokens, chunks = max((row.prompt_tokens, row.chunks) for row in rows)
+    chunks = max(row.chunks for row in rows)
+    tokens = max(row.prompt_tokens for row in rows if row.chunks == chunks)
     chosen = [row for row in rows if row.chunks == chunks and row.prompt_tokens >= 0.9 * tokens]
     return {Arm(row.strategy, row.budget, row.cached): row for row in chosen}
 

@@ -65,7 +65,7 @@ class Client:
     """Greedy requests to one server, one at a time."""
 
     def __init__(self, http: httpx.Client) -> None:
-        self._http = http
+        self.http = http
 
     def generate(
         self,
@@ -88,7 +88,7 @@ class Client:
         """
         body = {**_body(prompt, params, extra_key, max_new_tokens), "stream": True}
         started = time.perf_counter()
-        with _translated(), self._http.stream("POST", "/generate", json=body) as response:
+        with _translated(), self.http.stream("POST", "/generate", json=body) as response:
             pieces = _pieces(response)
             first = next(pieces)
             ttft_ms = (time.perf_counter() - started) * 1e3
@@ -115,7 +115,7 @@ class Client:
             "top_logprobs_num": vocab_size,
         }
         with _translated():
-            response = self._http.post("/generate", json=body)
+            response = self.http.post("/generate", json=body)
         meta_info = _checked(response.json())["meta_info"]
         if params and params.get("pic") is not False:
             _require_pic(meta_info)
@@ -131,7 +131,7 @@ class Client:
             ServerFailed: It did not.
         """
         with _translated():
-            self._http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
+            self.http.post("/flush_cache", params={"timeout": 10}).raise_for_status()
 
 
 @contextmanager
@@ -142,6 +142,8 @@ def serve(
     log_path: Path,
     say: Callable[[str], None],
     env: Mapping[str, str] | None = None,
+    entry: Sequence[str] = ("-m", "sglang.launch_server"),
+    api_key: str | None = None,
 ) -> Iterator[Client]:
     """Run a server on the CPU for as long as the context lasts.
 
@@ -152,6 +154,8 @@ def serve(
         log_path: Where the server's output goes; its folder is made.
         say: Takes lines of progress, one every few seconds until the server is ready.
         env: Further environment variables.
+        entry: What Python runs to start a server, and its first arguments.
+        api_key: Sent with every request, for a server that asks for one.
 
     Yields:
         A client of the server, which answers by then.
@@ -160,7 +164,7 @@ def serve(
         ServerFailed: It ended or was not ready in time; the message holds the end of its log.
     """
     port = _free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
+    command = [sys.executable, *entry, "--model-path", model]
     command += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--sleep-on-idle", "--max-total-tokens", "16384", "--max-running-requests", "8"]
     command += ["--log-level", "warning", *options]
@@ -176,7 +180,10 @@ def serve(
         )
     base_url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=base_url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        with httpx.Client(
+            base_url=base_url, timeout=REQUEST_TIMEOUT_S, trust_env=False, headers=headers
+        ) as http:
             _wait_until_ready(process, http, log_path, say)
             yield Client(http)
     finally:

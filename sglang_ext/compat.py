@@ -40,6 +40,20 @@ TOKENIZE_ONE = Target(_TOKENIZER + "_tokenize_one_request", ("self", "obj"))
 TOKENIZE_BATCH = Target(_TOKENIZER + "_batch_tokenize_and_process", ("self", "batch_size", "obj"))
 STREAM_ONE = Target(_TOKENIZER + "_stream_one_response", ("self", "obj", "state", "request"))
 
+_OPENAI = "sglang.srt.entrypoints.openai."
+CONVERT_CHAT = Target(
+    _OPENAI + "serving_chat.OpenAIServingChat._convert_to_internal_request",
+    ("self", "request", "raw_request"),
+)
+ENCODE_PROMPT = Target(
+    _OPENAI + "parallel_prompt_encode.parallel_prompt_encode",
+    ("tokenizer", "text", "encode_kwargs"),
+)
+ENCODE_SEGMENTS = Target(
+    _OPENAI + "parallel_prompt_encode.encode_prompt_segments",
+    ("tokenizer", "segments", "encode_kwargs"),
+)
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 INIT_SCHEDULER = Target(_SCHEDULER + "__init__", ("self", "server_args", "port_args"))
 CREATE_REQ = Target(_SCHEDULER + "_create_generation_req", ("self", "recv_req", "args", "kwargs"))
@@ -86,7 +100,14 @@ WEIGHT_UPDATES = tuple(
     )
 )
 
-FRONTEND_TARGETS = (TOKENIZE_ONE, TOKENIZE_BATCH, STREAM_ONE)
+FRONTEND_TARGETS = (
+    TOKENIZE_ONE,
+    TOKENIZE_BATCH,
+    STREAM_ONE,
+    CONVERT_CHAT,
+    ENCODE_PROMPT,
+    ENCODE_SEGMENTS,
+)
 SCHEDULER_TARGETS = (
     INIT_SCHEDULER,
     CREATE_REQ,
@@ -243,3 +264,8 @@ def runs_without_row_buffers() -> bool:
     from sglang.srt.environ import envs
 
     return bool(envs.SGLANG_EAGER_INPUT_NO_COPY.get())
+
+
+def resolve(target: Target) -> Any:
+    """The function a target names, as it is now."""
+    return pkgutil.resolve_name(target.path)

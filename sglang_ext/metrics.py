@@ -1,30 +1,112 @@
 """Prometheus metrics of the scheduler process, under SGLang's `--enable-metrics`.
 
-Knows metric names and labels. Without `--enable-metrics` every call does nothing.
+Knows metric names and labels, reports and cache totals. Without `--enable-metrics` every call does
+nothing. `docs/operations.md` says what each metric means and when to act.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext import compat
+from sglang_ext.chunk_index.cache import CacheStats
 from sglang_ext.report import PicReport
+
+TIER = "host"
+SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Collectors:
-    active: Any
-    requests: Any
-    tokens: Any
+class MetricSpec:
+    """One exported metric.
+
+    Attributes:
+        kind: `Counter`, `Gauge` or `Histogram`.
+        name: As exported, without the suffixes Prometheus adds.
+        help: What it is.
+        labels: Beside `model_name`.
+        buckets: Of a histogram.
+    """
+
+    kind: str
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+SPECS: Mapping[str, MetricSpec] = {
+    "active": MetricSpec(
+        "Gauge", "sglang_pic_active", "1 while PIC serves, 0 with the reason why not.", ("reason",)
+    ),
+    "requests": MetricSpec(
+        "Counter",
+        "sglang_pic_requests",
+        "Requests by strategy, outcome and reason of a full prefill.",
+        ("strategy", "outcome", "fallback"),
+    ),
+    "tokens": MetricSpec(
+        "Counter",
+        "sglang_pic_tokens",
+        "Prompt tokens by what was done: exact, reused, recomputed, computed.",
+        ("kind",),
+    ),
+    "share": MetricSpec(
+        "Histogram",
+        "sglang_pic_recomputed_share",
+        "Recomputed share of the tokens of cached chunks, of requests that hit.",
+        (),
+        SHARE_BUCKETS,
+    ),
+    "phase": MetricSpec(
+        "Histogram",
+        "sglang_pic_phase_seconds",
+        "Time of a request's phases: lookup, misses, place, patch; own is our part of all.",
+        ("phase",),
+        SECONDS_BUCKETS,
+    ),
+    "segments": MetricSpec(
+        "Counter", "sglang_pic_segments", "Segments looked up, by result.", ("tier", "result")
+    ),
+    "loaded": MetricSpec(
+        "Counter", "sglang_pic_loaded_bytes", "Bytes of chunk KV placed in prompts.", ("tier",)
+    ),
+    "stores": MetricSpec(
+        "Counter",
+        "sglang_pic_stores",
+        "Segments offered to the cache: stored, or refused and why.",
+        ("tier", "result"),
+    ),
+    "evictions": MetricSpec(
+        "Counter", "sglang_pic_evictions", "Segments evicted to make room.", ("tier",)
+    ),
+    "failures": MetricSpec(
+        "Counter",
+        "sglang_pic_load_failures",
+        "Hits whose KV was missing or damaged; each became a miss.",
+        ("tier",),
+    ),
+    "entries": MetricSpec("Gauge", "sglang_pic_index_entries", "Segments in the index."),
+    "bytes": MetricSpec("Gauge", "sglang_pic_index_bytes", "Bytes of chunk KV kept.", ("tier",)),
+    "budget": MetricSpec(
+        "Gauge", "sglang_pic_index_budget_bytes", "Most bytes of chunk KV kept.", ("tier",)
+    ),
+    "held": MetricSpec(
+        "Gauge", "sglang_pic_index_held", "Segments in use at this moment; 0 when idle."
+    ),
+}
 
 
 class Metrics:
-    """Counts what reports say."""
+    """Counts what reports and the cache say."""
 
-    def __init__(self, collectors: _Collectors | None, labels: dict[str, str]) -> None:
+    def __init__(self, collectors: Mapping[str, Any], model_name: str) -> None:
         self._collectors = collectors
-        self._labels = labels
+        self._model_name = model_name
+        self._last: CacheStats | None = None
 
     @classmethod
     def create(cls, scheduler: Any) -> Metrics:
@@ -33,48 +115,64 @@ class Metrics:
         The import fixes where values live, and SGLang sets that up before it.
         """
         if not scheduler.metrics_reporter.enable_metrics:
-            return cls(None, {})
-        from prometheus_client import Counter, Gauge
+            return cls({}, "")
+        import prometheus_client
 
+        collectors: dict[str, Any] = {}
+        for key, spec in SPECS.items():
+            options: dict[str, Any] = {}
+            if spec.kind == "Gauge":
+                options["multiprocess_mode"] = "mostrecent"
+            if spec.buckets:
+                options["buckets"] = spec.buckets
+            collector = getattr(prometheus_client, spec.kind)
+            collectors[key] = collector(
+                spec.name, spec.help, ["model_name", *spec.labels], **options
+            )
         view, _ = compat.resolved_options(scheduler.server_args)
-        labels = {"model_name": str(view.served_model_name)}
-        names = list(labels)
-        collectors = _Collectors(
-            active=Gauge(
-                "sglang_pic_active",
-                "1 while requests are served with PIC, 0 with the reason why not.",
-                [*names, "reason"],
-                multiprocess_mode="mostrecent",
-            ),
-            requests=Counter(
-                "sglang_pic_requests",
-                "Requests by strategy, outcome and reason of a full prefill.",
-                [*names, "strategy", "outcome", "fallback"],
-            ),
-            tokens=Counter(
-                "sglang_pic_tokens",
-                "Prompt tokens by what was done: exact, reused, recomputed, computed.",
-                [*names, "kind"],
-            ),
-        )
-        return cls(collectors, labels)
+        return cls(collectors, str(view.served_model_name))
 
     def set_active(self, off_reason: str | None) -> None:
         """Say whether PIC serves, or why not."""
-        if self._collectors is not None:
-            gauge = self._collectors.active.labels(**self._labels, reason=off_reason or "")
-            gauge.set(0 if off_reason else 1)
+        if self._collectors:
+            self._of("active", reason=off_reason or "").set(0 if off_reason else 1)
 
     def count(self, report: PicReport) -> None:
         """Count one request, once."""
-        if self._collectors is None:
+        if not self._collectors:
             return
-        self._collectors.requests.labels(
-            **self._labels,
-            strategy=report.strategy,
-            outcome=report.outcome.value,
-            fallback=report.fallback.value if report.fallback else "",
-        ).inc()
+        fallback = report.fallback.value if report.fallback else ""
+        outcome = report.outcome.value
+        self._of("requests", strategy=report.strategy, outcome=outcome, fallback=fallback).inc()
         for kind in ("exact", "reused", "recomputed", "computed"):
-            tokens = self._collectors.tokens.labels(**self._labels, kind=kind)
-            tokens.inc(getattr(report, kind))
+            self._of("tokens", kind=kind).inc(getattr(report, kind))
+        if report.reused + report.recomputed:
+            self._of("share").observe(report.recomputed_share)
+        for phase, value in report.phase_ms.items():
+            self._of("phase", phase=phase).observe(value / 1e3)
+        self._of("loaded", tier=TIER).inc(report.bytes_loaded)
+
+    def observe(self, stats: CacheStats) -> None:
+        """Bring gauges and counters to the cache's totals."""
+        if not self._collectors:
+            return
+        last, self._last = self._last, stats
+        self._of("entries").set(stats.num_entries)
+        self._of("held").set(stats.num_held)
+        self._of("bytes", tier=TIER).set(stats.used_bytes)
+        self._of("budget", tier=TIER).set(stats.budget_bytes)
+        for key, labels, name in (
+            ("segments", {"result": "hit"}, "num_hits"),
+            ("segments", {"result": "miss"}, "num_misses"),
+            ("stores", {"result": "stored"}, "num_stores"),
+            ("evictions", {}, "num_evictions"),
+            ("failures", {}, "load_failures"),
+        ):
+            grown = getattr(stats, name) - (getattr(last, name) if last else 0)
+            self._of(key, tier=TIER, **labels).inc(grown)
+        for reason, total in stats.refusals.items():
+            grown = total - (last.refusals[reason] if last else 0)
+            self._of("stores", tier=TIER, result=reason).inc(grown)
+
+    def _of(self, key: str, **labels: str) -> Any:
+        return self._collectors[key].labels(model_name=self._model_name, **labels)

@@ -7,17 +7,19 @@ with it, each process wraps what it needs and checks that the wraps are in effec
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from sglang_ext import compat, frontend
+from sglang_ext import chat, compat, frontend
 from sglang_ext.admission import make_adder_class
 from sglang_ext.compat import Target
 from sglang_ext.config import ExtConfig, add_arguments, config_from_args
 from sglang_ext.errors import ConfigError, UnsupportedSGLang
+from sglang_ext.request import parse_options
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,39 @@ async def _stream_one(
             yield output
 
 
+def _convert_chat(
+    original: Callable[..., Any], serving: Any, request: Any, raw_request: Any = None
+) -> Any:
+    def convert() -> Any:
+        return original(serving, request, raw_request)
+
+    config = frontend.config_of(serving.tokenizer_manager)
+    if config is None:
+        return convert()
+    options = parse_options(request.custom_params, config.defaults)
+    keeps_parts = serving.template_manager.jinja_template_content_format == "openai"
+    return chat.convert_request(convert, request, options, keeps_parts)
+
+
+def _encode_prompt(
+    original: Callable[..., Any], tokenizer: Any, text: Any, encode_kwargs: Any = None
+) -> Any:
+    rendering = chat.current_rendering()
+    if rendering is None or not isinstance(text, str):
+        return original(tokenizer, text, encode_kwargs)
+    return rendering.encode(original, tokenizer, text, encode_kwargs)
+
+
+def _encode_segments(
+    original: Callable[..., Any], tokenizer: Any, segments: Any, encode_kwargs: Any = None
+) -> Any:
+    rendering = chat.current_rendering()
+    if rendering is None:
+        return original(tokenizer, segments, encode_kwargs)
+    encode = inspect.unwrap(compat.resolve(compat.ENCODE_PROMPT))
+    return rendering.encode(encode, tokenizer, "".join(segments), encode_kwargs)
+
+
 # Hooks of the scheduler process
 
 
@@ -236,6 +271,9 @@ FRONTEND_HOOKS: Mapping[Target, Callable[..., Any]] = {
     compat.TOKENIZE_ONE: _tokenize_one,
     compat.TOKENIZE_BATCH: _tokenize_batch,
     compat.STREAM_ONE: _stream_one,
+    compat.CONVERT_CHAT: _convert_chat,
+    compat.ENCODE_PROMPT: _encode_prompt,
+    compat.ENCODE_SEGMENTS: _encode_segments,
 }
 SCHEDULER_HOOKS: Mapping[Target, Callable[..., Any]] = {
     compat.INIT_SCHEDULER: _init_scheduler,

@@ -18,6 +18,7 @@ class Reason(StrEnum):
     FULL_STRATEGY = "full_strategy"
     SINGLE_CHUNK = "single_chunk"
     TOO_MANY_CHUNKS = "too_many_chunks"
+    CHAT_TEMPLATE = "chat_template"
     LORA = "lora"
     SESSION = "session"
     MULTIMODAL = "multimodal"

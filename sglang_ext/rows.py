@@ -126,7 +126,7 @@ class RowRunner:
         if sum(self._num_sequences(row) for row in rows) > self.limits.max_rows:
             return False
         num_borrowed = 0 if self.limits.packs else sum(not row.is_own for row in rows)
-        return num_borrowed <= max(1, self._pool.available_size())
+        return num_borrowed <= max(1, int(self._pool.available_size()))
 
     def _num_sequences(self, row: Row) -> int:
         return 1 if self.limits.packs else len(row.runs)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from sglang_ext import compat
+from sglang_ext.chat import REASON_KEY
 from sglang_ext.chunk_index.cache import ChunkCache
 from sglang_ext.chunk_index.identity import ChunkKey, root_key
 from sglang_ext.chunk_index.memory_index import MemoryIndex
@@ -100,6 +101,7 @@ class PicRuntime:
 
     def _announce(self) -> None:
         self.metrics.set_active(self._off_reason)
+        self.metrics.observe(self.cache.stats())
         backend = compat.resolved_options(self._runner.server_args)[0].attention_backend
         if self._off_reason is not None:
             logger.error("PIC is off: %s", self._off_reason)
@@ -170,6 +172,9 @@ class PicRuntime:
             return Reason.FULL_STRATEGY
         if options.bounds is not None and len(options.bounds) > MAX_CHUNKS:
             return Reason.TOO_MANY_CHUNKS
+        custom_params = recv_req.sampling_params.custom_params or {}
+        if custom_params.get(REASON_KEY) == Reason.CHAT_TEMPLATE.value:
+            return Reason.CHAT_TEMPLATE
         return request_blocker(recv_req)
 
     def _helps_single(self, task: PicTask) -> bool:
@@ -203,6 +208,7 @@ class PicRuntime:
     def end(self, batch: Any) -> None:
         """After an extend batch ran or failed: hand the reports over, forget the batch."""
         self._pending = None
+        self.metrics.observe(self.cache.stats())
         for req in batch.reqs:
             task: PicTask | None = getattr(req, "pic", None)
             if task is None or task.is_reported:
@@ -238,13 +244,14 @@ class PicRuntime:
     def flush(self) -> None:
         """Forget every cached chunk."""
         self.cache.clear()
+        self.metrics.observe(self.cache.stats())
 
     def weights_changed(self) -> None:
         """Name the model anew and forget what the old one computed."""
         if self.is_on:
             self._fingerprint = model_fingerprint(self._runner)
             self._root_of.cache_clear()
-            self.cache.clear()
+            self.flush()
 
 
 def now_ms() -> int:

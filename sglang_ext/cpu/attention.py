@@ -2,7 +2,8 @@
 
 SGLang's `torch_native` pads the queries of an extend to the whole context, so that one new token
 over a long prefix costs as much as prefilling it all. Here each query is met once by the columns
-it may see. Queries are taken in blocks; a block's keys end at its last query's own column:
+it may see. Queries are taken in blocks, masked; a block's keys end at its last query's own column.
+A row without a prefix is causal as it stands and needs no mask.
 
     ordinary row      columns   [0 ........... prefix)[prefix ....... kv_len)
                       queries                         q q q q | q q q q | q q
@@ -177,8 +178,12 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
     ) -> None:
         """Attention of one row; `q` `[heads, new, dim]`, `k`, `v` `[kv_heads, kv_len, dim]`."""
         new, kv_len = q.shape[1], k.shape[1]
-        if new == 1 and row.columns is None and (window is None or kv_len <= window):
+        sees_all = row.columns is None and (window is None or kv_len <= window)
+        if sees_all and new == 1:
             out.copy_(_attend_one(q, k, v, scaling))
+            return
+        if sees_all and new == kv_len:
+            out.copy_(_attend_causal(q, k, v, scaling))
             return
         columns, block_len = row.columns, SCATTERED_BLOCK
         if columns is None:
@@ -227,3 +232,16 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     folded = q.reshape(1, kv_heads, heads // kv_heads, q.shape[-1])
     out = scaled_dot_product_attention(folded, k[None], v[None], scale=scaling)
     return out.reshape(1, heads, v.shape[-1])
+
+
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Query i over keys 0..i; `[new, heads, v_dim]`, arguments as in `_attend_one`."""
+    out = scaled_dot_product_attention(
+        q[None],
+        k[None],
+        v[None],
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=q.shape[0] != k.shape[0],
+    )
+    return out[0].transpose(0, 1)

@@ -142,7 +142,7 @@ def served(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             "SGLANG_USE_PICKLE_IPC": "0",
         },
     ) as client:
-        yield Server(client._http, log_path)
+        yield Server(client.http, log_path)
 
 
 @pytest.fixture
