@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.extend import active_task
+from sglang_ext.extend import active_task, settle
 
 
 def make_adder_class(base: Any) -> type:
@@ -25,6 +25,7 @@ def make_adder_class(base: Any) -> type:
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             """Admit one request; see PrefillAdder."""
+            settle(req)
             is_pic = active_task(req) is not None
             has_pic = any(active_task(other) is not None for other in self.can_run_list)
             if is_pic and not all(map(_shares_batch, self.can_run_list)):

@@ -25,10 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_ext.errors import RequestError
-from sglang_ext.request import RequestOptions
-
-REASON_KEY = "__pic_reason"
-"""In `custom_params`: why a request was not cut, from the HTTP process to the scheduler."""
+from sglang_ext.report import Reason
+from sglang_ext.request import MAX_CHUNKS, REASON_KEY, RequestOptions
 
 _NONCE = secrets.token_hex(8)
 _MARK = re.compile(f"\ue0f0{_NONCE}\\.(\\d+)\ue0f1")
@@ -94,7 +92,11 @@ def _rendering(is_dry: bool) -> Iterator[Rendering]:
 
 
 def convert_request(
-    convert: Convert, request: Any, options: RequestOptions, keeps_parts: bool
+    convert: Convert,
+    request: Any,
+    options: RequestOptions,
+    keeps_parts: bool,
+    is_multimodal: bool = False,
 ) -> tuple[Any, Any]:
     """Convert a chat request to SGLang's internal one, cut into chunks.
 
@@ -103,6 +105,8 @@ def convert_request(
         request: ChatCompletionRequest; its messages are replaced while this runs.
         options: Its checked options.
         keeps_parts: The template takes content as a list of parts and joins them itself.
+        is_multimodal: SGLang keeps what such a model's template rendered for the next request, so
+            it must not see marks.
 
     Returns:
         What `convert` returns, the internal request with `pic_bounds`, or with the reason why not.
@@ -114,10 +118,13 @@ def convert_request(
         return convert()
     if options.bounds is not None:
         raise RequestError("pic_bounds", "messages", "input_ids (messages are chunks themselves)")
-    if has_media(request.messages):
-        return convert()
+    if is_multimodal or has_media(request.messages):
+        return _convert_whole(convert, request, options.delimiter, Reason.MULTIMODAL)
     messages = request.messages
     marked = mark_messages(messages, options.delimiter, keeps_parts)
+    num_marks = _count_marks(marked)
+    if num_marks > MAX_CHUNKS:
+        return _convert_whole(convert, request, options.delimiter, Reason.TOO_MANY_CHUNKS)
     try:
         request.messages = unmark_messages(marked)
         with _rendering(is_dry=True) as expected:
@@ -131,15 +138,12 @@ def convert_request(
     is_kept = (
         got.text is not None
         and got.text == expected.text
-        and got.numbers == tuple(range(len(got.numbers)))
-        and len(got.numbers) == _count_marks(marked)
+        and got.numbers == tuple(range(num_marks))
         and isinstance(adapted.input_ids, list)
         and adapted.input_ids[: len(got.ids)] == got.ids
     )
     if not is_kept:
-        converted = convert()
-        _set_custom_params(converted[0], {REASON_KEY: "chat_template"})
-        return converted
+        return _convert_whole(convert, request, options.delimiter, Reason.CHAT_TEMPLATE)
     _set_custom_params(adapted, {"pic_bounds": got.bounds})
     return converted
 
@@ -202,6 +206,34 @@ def unmark_messages(messages: Sequence[Any]) -> list[Any]:
             content = [_with_text(part, _MARK.sub("", _text_of(part))) for part in content]
         plain.append(message.model_copy(update={"content": content}))
     return plain
+
+
+def _convert_whole(
+    convert: Convert, request: Any, delimiter: str | None, reason: Reason
+) -> tuple[Any, Any]:
+    """Convert as SGLang does, but without delimiters, and say why nothing was cut."""
+    messages = request.messages
+    try:
+        request.messages = [_without(message, delimiter) for message in messages]
+        converted = convert()
+    finally:
+        request.messages = messages
+    _set_custom_params(converted[0], {REASON_KEY: reason.value})
+    return converted
+
+
+def _without(message: Any, delimiter: str | None) -> Any:
+    content = getattr(message, "content", None)
+    if delimiter is None or content is None:
+        return message
+    if isinstance(content, str):
+        content = content.replace(delimiter, "")
+    else:
+        content = [
+            _with_text(part, text.replace(delimiter, "")) if (text := _text_of(part)) else part
+            for part in content
+        ]
+    return message.model_copy(update={"content": content})
 
 
 def _set_custom_params(adapted: Any, changes: dict[str, Any]) -> None:

@@ -269,3 +269,10 @@ def runs_without_row_buffers() -> bool:
 def resolve(target: Target) -> Any:
     """The function a target names, as it is now."""
     return pkgutil.resolve_name(target.path)
+
+
+def is_health_check(recv_req: Any) -> bool:
+    """Whether a request is SGLang's own probe."""
+    from sglang.srt.managers.scheduler import is_health_check_generate_req
+
+    return bool(is_health_check_generate_req(recv_req))

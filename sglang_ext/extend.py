@@ -117,6 +117,12 @@ class PicExecutor:
             phases["own"] = phases.get("own", 0.0) + own_ms
         return torch.stack(logits)
 
+    def run_full(self, batch: Any, forward: Forward) -> Tensor:
+        """Compute the batch in full, in passes of the usual size; returns as `run` does."""
+        jobs = [self._make_job(index, req, batch) for index, req in enumerate(batch.reqs)]
+        rows = [Row(job.req, job.token_ids, job.full_runs, job.slots) for job in jobs]
+        return torch.stack(self._rows.run(rows, batch, forward))
+
     def _make_job(self, index: int, req: Any, batch: Any) -> _Job:
         prefix_len = int(batch.prefix_lens[index])
         kv_len = prefix_len + int(batch.extend_lens[index])
@@ -276,6 +282,18 @@ def deactivate(req: Any, reason: Reason, detail: str | None = None) -> None:
     task.is_active = False
     task.report.fall_back(reason, detail)
     req.skip_radix_cache_insert = False
+
+
+def settle(req: Any) -> None:
+    """Leave to SGLang what PIC can no longer serve, before it is admitted or computed."""
+    task = active_task(req)
+    if task is None:
+        return
+    if len(req.origin_input_ids) != len(task.token_ids):
+        deactivate(req, Reason.PROMPT_CHANGED)
+    elif req.return_logprob and req.output_ids:
+        # After a retraction SGLang wants the logprobs of generated tokens from the prefill.
+        deactivate(req, Reason.INPUT_LOGPROBS)
 
 
 def active_task(req: Any) -> PicTask | None:

@@ -44,6 +44,8 @@ def _sample(parameter: torch.Tensor) -> bytes:
     flat = parameter.detach().reshape(-1)
     if flat.numel() == 0:
         return b""
+    if flat.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        flat = flat.float()  # sums of quantised weights are not defined everywhere
     step = max(1, flat.numel() // SAMPLES_PER_PARAMETER)
     picked = flat[::step].float().cpu().contiguous().numpy().tobytes()
     total = flat.sum(dtype=torch.float32).item()

@@ -13,7 +13,14 @@ from typing import Any
 from sglang_ext import compat
 from sglang_ext.config import ExtConfig
 from sglang_ext.errors import RequestError
-from sglang_ext.request import RequestOptions, check_bounds, is_given, parse_options
+from sglang_ext.report import Reason
+from sglang_ext.request import (
+    MAX_CHUNKS,
+    REASON_KEY,
+    RequestOptions,
+    check_bounds,
+    parse_options,
+)
 
 
 def config_of(owner: Any) -> ExtConfig | None:
@@ -101,6 +108,8 @@ def _cut_text(manager: Any, obj: Any, options: RequestOptions, delimiter: str) -
     if delimiter not in obj.text:
         return obj
     texts = obj.text.split(delimiter)
+    if len(texts) > MAX_CHUNKS:
+        return _leave_whole(obj, "".join(texts))
     first, rest = texts[0], [text for text in texts[1:] if text]
     if not first and not rest:
         raise RequestError("pic_delimiter", obj.text[:64], "text besides the delimiter")
@@ -119,6 +128,18 @@ def _cut_text(manager: Any, obj: Any, options: RequestOptions, delimiter: str) -
     custom["pic_bounds"] = bounds
     cut.sampling_params = {**obj.sampling_params, "custom_params": custom}
     return cut
+
+
+def _leave_whole(obj: Any, text: str) -> Any:
+    """The text without delimiters, and why it was not cut."""
+    if not text:
+        raise RequestError("pic_delimiter", obj.text[:64], "text besides the delimiter")
+    whole = copy.copy(obj)
+    whole.text = text
+    custom = dict(obj.sampling_params.get("custom_params") or {})
+    custom[REASON_KEY] = Reason.TOO_MANY_CHUNKS.value
+    whole.sampling_params = {**obj.sampling_params, "custom_params": custom}
+    return whole
 
 
 def _tokenize_chunks(manager: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -150,6 +171,3 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
         if dressed[start : start + len(bare)] == bare:
             return dressed[:start], dressed[start + len(bare) :]
     return [], []
-
-
-__all__ = ["check_custom_params", "config_of", "is_given", "prepare_request", "tidy_meta_info"]

@@ -167,7 +167,8 @@ def _convert_chat(
         return convert()
     options = parse_options(request.custom_params, config.defaults)
     keeps_parts = serving.template_manager.jinja_template_content_format == "openai"
-    return chat.convert_request(convert, request, options, keeps_parts)
+    is_multimodal = bool(serving.tokenizer_manager.model_config.is_multimodal)
+    return chat.convert_request(convert, request, options, keeps_parts, is_multimodal)
 
 
 def _encode_prompt(
@@ -210,7 +211,7 @@ def _create_req(
 ) -> Any:
     req = original(scheduler, recv_req, *args, **kwargs)
     runtime = getattr(scheduler, "pic_runtime", None)
-    if runtime is not None:
+    if runtime is not None and not compat.is_health_check(recv_req):
         runtime.attach(req, recv_req)
     return req
 

@@ -15,8 +15,14 @@ from sglang_ext.errors import RequestError
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES, Allocation, SelectionParams
 
 KEY_PREFIX = "pic_"
+REASON_KEY = "__pic_reason"
+"""In `custom_params`: why a request was not cut, from the HTTP process to the scheduler."""
+DEFAULT_NAMESPACE = "default"
 MAX_NAME_LEN = 256
 MAX_BUDGET = 1 << 20
+MAX_DOC_IDS = 64
+MAX_CHUNKS = 1024
+"""Most chunks of a prompt: copying that many pieces of KV takes a tenth of a second on its own."""
 
 
 class StorePolicy(StrEnum):
@@ -50,7 +56,7 @@ class RequestOptions:
     delimiter: str | None = None
     strategy: str = "daric"
     selection: SelectionParams = field(default_factory=lambda: SelectionParams(n_avg=32))
-    namespace: str = "default"
+    namespace: str = DEFAULT_NAMESPACE
     doc_ids: tuple[str, ...] = ()
     ttl_s: float | None = None
     store: StorePolicy = StorePolicy.CHUNKS
@@ -172,8 +178,8 @@ def _choice(names: Sequence[str]) -> Any:
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise RequestError(key, value, "a list of strings")
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_DOC_IDS:
+        raise RequestError(key, value, f"a list of at most {MAX_DOC_IDS} strings")
     return tuple(_name(key, item) for item in value)
 
 

@@ -246,7 +246,11 @@ class _BorrowedTables:
         self._saved: list[tuple[int, Tensor]] = []
 
     def __enter__(self) -> list[int]:
-        return [self._table_of(row) for row in self._rows]
+        try:
+            return [self._table_of(row) for row in self._rows]
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
         for table, columns in reversed(self._saved):

@@ -16,19 +16,25 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from sglang_ext import compat
-from sglang_ext.chat import REASON_KEY
 from sglang_ext.chunk_index.cache import ChunkCache
 from sglang_ext.chunk_index.identity import ChunkKey, root_key
 from sglang_ext.chunk_index.memory_index import MemoryIndex
 from sglang_ext.chunk_index.payloads import HostStore
 from sglang_ext.config import ExtConfig
 from sglang_ext.errors import ExtError
-from sglang_ext.extend import PicExecutor, active_task, deactivate
+from sglang_ext.extend import PicExecutor, active_task, deactivate, settle
 from sglang_ext.fingerprint import model_fingerprint
 from sglang_ext.kv_pool import KvPool, SegmentKV, layer_rope_of
 from sglang_ext.metrics import Metrics
 from sglang_ext.report import PicReport, Reason
-from sglang_ext.request import RequestOptions, is_given, parse_options
+from sglang_ext.request import (
+    DEFAULT_NAMESPACE,
+    MAX_CHUNKS,
+    REASON_KEY,
+    RequestOptions,
+    is_given,
+    parse_options,
+)
 from sglang_ext.rows import Forward, PassLimits, RowRunner
 from sglang_ext.self_test import run_self_test
 from sglang_ext.support import request_blocker
@@ -37,8 +43,9 @@ from sglang_ext.task import PicTask, cut_prompt, select_tokens
 logger = logging.getLogger(__name__)
 
 ROOTS_KEPT = 4096
-MAX_CHUNKS = 1024
 UNBOUNDED = 1 << 31
+TOLD_REASONS = {Reason.CHAT_TEMPLATE.value, Reason.MULTIMODAL.value, Reason.TOO_MANY_CHUNKS.value}
+"""What the HTTP process may say of a request it did not cut."""
 
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -132,6 +139,9 @@ class PicRuntime:
             task = PicTask(self._config.defaults, PicReport("unknown"), np.empty(0, np.int64))
             task.report.fall_back(Reason.ERROR, f"{type(exc).__name__}: {exc}")
         req.pic = task
+        if task.options.namespace != DEFAULT_NAMESPACE:
+            # Exact prefixes are as much the tenant's own as its chunks are.
+            req.extra_key = f"{req.extra_key or ''}\0pic-namespace:{task.options.namespace}"
         if task.is_active:
             req.skip_radix_cache_insert = True
             task.report.phase_ms["own"] = (time.perf_counter() - started) * 1e3
@@ -172,9 +182,9 @@ class PicRuntime:
             return Reason.FULL_STRATEGY
         if options.bounds is not None and len(options.bounds) > MAX_CHUNKS:
             return Reason.TOO_MANY_CHUNKS
-        custom_params = recv_req.sampling_params.custom_params or {}
-        if custom_params.get(REASON_KEY) == Reason.CHAT_TEMPLATE.value:
-            return Reason.CHAT_TEMPLATE
+        told = (recv_req.sampling_params.custom_params or {}).get(REASON_KEY)
+        if told in TOLD_REASONS:
+            return Reason(told)
         return request_blocker(recv_req)
 
     def _helps_single(self, task: PicTask) -> bool:
@@ -197,8 +207,7 @@ class PicRuntime:
             task: PicTask | None = getattr(req, "pic", None)
             if task is None:
                 continue
-            if task.is_active and len(req.origin_input_ids) != len(task.token_ids):
-                deactivate(req, Reason.PROMPT_CHANGED)
+            settle(req)
             if not task.is_active and not task.is_reported:
                 task.report.set_full(int(batch.prefix_lens[index]))
             has_work |= task.is_active
@@ -234,10 +243,20 @@ class PicRuntime:
                 if active_task(req) is not None:
                     deactivate(req, Reason.ERROR, f"{type(exc).__name__}: {exc}")
                     req.pic.report.set_full(int(batch.prefix_lens[index]))
-            return forward(forward_batch)
+            logits = self._run_full(batch, forward)
+            if logits is None:
+                return forward(forward_batch)
         finally:
             self._runner.shared_read_done_event = None
         return compat.new_forward_output(logits)
+
+    def _run_full(self, batch: Any, forward: Forward) -> Any:
+        """Logits of a batch that PIC failed on, None if our passes fail as well."""
+        try:
+            return self._executor.run_full(batch, forward)
+        except Exception:
+            logger.exception("pic error in a full prefill batch_size=%d", len(batch.reqs))
+            return None
 
     # Caches
 

@@ -16,6 +16,7 @@ from sglang_ext.chunk_index.identity import root_key
 from sglang_ext.chunk_index.memory_index import MemoryIndex
 from sglang_ext.chunk_index.payloads import HostStore
 from sglang_ext.errors import SelfTestFailed
+from sglang_ext.fingerprint import _sample
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES, SelectionParams, token_budget
 from sglang_ext.self_test import run_self_test
 from sglang_ext.task import cut_prompt
@@ -562,6 +563,40 @@ def test_a_retracted_request_is_prefilled_again(harness: Harness, corpus: Corpus
         harness.step()
     assert tuple(req.output_ids) == expected.output_ids
     harness._prefills.clear()
+
+
+def test_a_retracted_request_with_logprobs_is_served(harness: Harness, corpus: Corpus) -> None:
+    ids, params = join(*corpus.chunks(20, 100, 120, 15))
+    fields = {"return_logprob": True}
+    harness.ask(ids, params, max_new_tokens=8, fields=fields)
+    (req,) = harness.submit([Ask(ids, params, max_new_tokens=8, fields=fields)])
+    for _ in range(4):
+        harness.step()
+    running = harness.scheduler.running_batch
+    running.release_req(0, 0, harness.server_args)
+    running.filter_batch(keep_indices=[])
+    harness.scheduler._add_request_to_queue(req, is_retracted=True)
+    while not req.finished():
+        harness.step()
+    assert len(req.output_ids) == 8
+    harness._prefills.clear()
+
+
+def test_namespaces_do_not_share_exact_prefixes(harness: Harness, corpus: Corpus) -> None:
+    ids = list(corpus.chunk(80))
+    harness.ask(ids, {"pic": False, "pic_namespace": "a"})
+    assert harness.ask(ids, {"pic": False, "pic_namespace": "a"}).cached_tokens == 79
+    assert harness.ask(ids, {"pic": False, "pic_namespace": "b"}).cached_tokens == 0
+    assert harness.ask(ids, {"pic": False}).cached_tokens == 0
+
+
+def test_quantised_and_odd_weights_have_a_fingerprint() -> None:
+    for dtype in (torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16):
+        weight = torch.ones(7, 5).to(dtype)
+        other = weight.clone()
+        other[3, 2] = 0
+        assert _sample(weight) != _sample(other)
+    assert _sample(torch.empty(0)) == b""
 
 
 def test_many_requests_covered_by_the_exact_prefix_hold_nothing(

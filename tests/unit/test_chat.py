@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_ext.chat import REASON_KEY, convert_request, current_rendering
+from sglang_ext.chat import convert_request, current_rendering
 from sglang_ext.errors import RequestError
-from sglang_ext.request import RequestOptions
+from sglang_ext.request import MAX_CHUNKS, REASON_KEY, RequestOptions
 
 D = "<|chunk|>"
 ORDINARY = (
@@ -162,7 +162,32 @@ def test_an_image_leaves_the_request_as_it_is(tokenizer: Any) -> None:
     adapted = SimpleNamespace(input_ids=[1], sampling_params={})
     got, _ = convert_request(lambda: (adapted, asked), asked, RequestOptions(), False)
     assert got is adapted
-    assert got.sampling_params == {}
+    assert got.sampling_params["custom_params"] == {REASON_KEY: "multimodal"}
+
+
+def test_a_multimodal_models_cache_never_sees_marks_or_placeholders(tokenizer: Any) -> None:
+    asked = request(("system", "Sys"), ("user", parts("Alpha.", "Why?")))
+    seen: list[Any] = []
+
+    def convert() -> Any:
+        assert current_rendering() is None
+        seen.append([message.model_dump() for message in asked.messages])
+        return SimpleNamespace(input_ids=[1], sampling_params={}), asked
+
+    convert_request(convert, asked, RequestOptions(), False, is_multimodal=True)
+    assert seen == [[message.model_dump() for message in asked.messages]]
+
+
+def test_delimiters_never_reach_the_model_where_nothing_is_cut(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, EXOTIC["changes case"])
+    _, adapted = chat.cut(request(("user", f"A{D}B"), ("user", parts(f"C{D}", "D"))), delimiter=D)
+    assert "CHUNK" not in tokenizer.decode(adapted.input_ids)
+
+
+def test_more_parts_than_can_be_copied_are_left_whole(tokenizer: Any) -> None:
+    asked = request(("user", parts(*["a"] * (MAX_CHUNKS + 1))))
+    _, adapted = Chat(tokenizer, ORDINARY).cut(asked)
+    assert adapted.sampling_params["custom_params"] == {REASON_KEY: "too_many_chunks"}
 
 
 def test_a_final_assistant_message_starts_no_chunk(tokenizer: Any) -> None:
