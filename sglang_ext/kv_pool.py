@@ -24,7 +24,7 @@ class SegmentKV:
 
     Attributes:
         data: `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`, the pool's dtype, CPU,
-            contiguous; K first. Never changes once made.
+            contiguous, pinned where there is a GPU; K first. Never changes once made.
     """
 
     __slots__ = ("data",)
@@ -115,10 +115,13 @@ class KvPool:
         started = time.perf_counter()
         key = self._keys[0]
         shape = (self.num_layers, 2, slots.numel(), *key.shape[1:])
-        data = torch.empty(shape, dtype=key.dtype)
+        data = torch.empty(shape, dtype=key.dtype, device=key.device)
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
             data[layer, 0] = keys[slots]
             data[layer, 1] = values[slots]
+        if key.is_cuda:
+            pinned = torch.empty(shape, dtype=key.dtype, pin_memory=True)
+            data = pinned.copy_(data)
         self.copy_ms += (time.perf_counter() - started) * 1e3
         return SegmentKV(data)
 
@@ -133,14 +136,16 @@ class KvPool:
             return
         started = time.perf_counter()
         device = self._keys[0].device
+        if device.type != "cpu":  # one copy a payload; slices are then taken on the device
+            pieces = [piece._replace(payload=_on(piece.payload, device)) for piece in pieces]
         rotations = self._plan_rotations(pieces, device)
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
-            own_keys = _gather(pieces, layer, 0).to(device)
+            own_keys = _gather(pieces, layer, 0)
             which = self._rope.of_layer[layer]
             if rotations and which is not None:
                 own_keys = reencode_keys(own_keys, rotations[which], self._rope.specs[which])
             keys.index_copy_(0, slots, own_keys)
-            values.index_copy_(0, slots, _gather(pieces, layer, 1).to(device))
+            values.index_copy_(0, slots, _gather(pieces, layer, 1))
         self.copy_ms += (time.perf_counter() - started) * 1e3
 
     def _plan_rotations(self, pieces: Sequence[Piece], device: torch.device) -> list[Rotation]:
@@ -153,6 +158,10 @@ class KvPool:
         return [
             plan_rotation(spec, deltas, device).expand_heads(heads) for spec in self._rope.specs
         ]
+
+
+def _on(payload: SegmentKV, device: torch.device) -> SegmentKV:
+    return SegmentKV(payload.data.to(device, non_blocking=True))
 
 
 def _gather(pieces: Sequence[Piece], layer: int, which: int) -> Tensor:
