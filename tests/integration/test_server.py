@@ -25,6 +25,7 @@ from tests.corpus import Corpus, Ids, join
 pytestmark = pytest.mark.server
 
 DELIMITER = "<|chunk|>"
+API_KEY = "secret"
 CHUNKED_PREFILL = 512
 CONTEXT_LEN = 8192
 REUSE = {"pic_strategy": "reuse"}
@@ -127,6 +128,7 @@ def served(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "--chunked-prefill-size": str(CHUNKED_PREFILL),
         "--max-running-requests": "4",
         "--log-level": "info",
+        "--api-key": API_KEY,
     }
     with serve(
         model_path,
@@ -136,6 +138,7 @@ def served(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         threads=1,  # two fight for the cores with this process and the server's own
         log_path=log_path,
         say=print,
+        api_key=API_KEY,
         env={
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
             "SGLANG_ENABLE_ASYNC_ASSERT": "1",
@@ -658,6 +661,7 @@ def leave(server: Server, request: Mapping[str, Any], after_events: int, wait_s:
     content = json.dumps({**request, "stream": True}).encode()
     head = (
         "POST /generate HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {API_KEY}\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
     with socket.create_connection(server.address, timeout=60) as connection:
