@@ -344,3 +344,15 @@ def test_responses_are_served_in_full(chat: Chat, documents: list[str]) -> None:
     )
     assert answer.status in ("completed", "incomplete")
     assert answer.output_text
+
+
+def test_a_batch_of_programs_shares_chunks(chat: Chat) -> None:
+    from sglang_ext.lang import PicRuntimeEndpoint, pic_report
+
+    program = _load_example("frontend_program").answer
+    orders = (["tides", "bees"], ["bees", "tides"], ["tides", "iron", "bees"])
+    asks = [{"names": list(names), "question": "What moves the sea?"} for names in orders]
+    backend = PicRuntimeEndpoint(chat.url, pic_namespace="batch")
+    states = program.run_batch(asks, backend=backend, num_threads=1)
+    reports = [pic_report(state, "answer") for state in states]
+    assert [report and report["outcome"] for report in reports] == ["cold", "reused", "reused"]
