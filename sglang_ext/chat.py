@@ -26,7 +26,7 @@ from typing import Any
 
 from sglang_ext.errors import RequestError
 from sglang_ext.report import Reason
-from sglang_ext.request import MAX_CHUNKS, REASON_KEY, RequestOptions
+from sglang_ext.request import MAX_CHUNKS, REASON_KEY, RequestOptions, with_custom_params
 
 _NONCE = secrets.token_hex(8)
 _MARK = re.compile(f"\ue0f0{_NONCE}\\.(\\d+)\ue0f1")
@@ -144,7 +144,9 @@ def convert_request(
     )
     if not is_kept:
         return _convert_whole(convert, request, options.delimiter, Reason.CHAT_TEMPLATE)
-    _set_custom_params(adapted, {"pic_bounds": got.bounds})
+    adapted.sampling_params = with_custom_params(
+        adapted.sampling_params, {"pic_bounds": got.bounds}
+    )
     return converted
 
 
@@ -218,7 +220,10 @@ def _convert_whole(
         converted = convert()
     finally:
         request.messages = messages
-    _set_custom_params(converted[0], {REASON_KEY: reason.value})
+    adapted = converted[0]
+    adapted.sampling_params = with_custom_params(
+        adapted.sampling_params, {REASON_KEY: reason.value}
+    )
     return converted
 
 
@@ -234,12 +239,6 @@ def _without(message: Any, delimiter: str | None) -> Any:
             for part in content
         ]
     return message.model_copy(update={"content": content})
-
-
-def _set_custom_params(adapted: Any, changes: dict[str, Any]) -> None:
-    custom = dict(adapted.sampling_params.get("custom_params") or {})
-    custom.pop("pic_delimiter", None)
-    adapted.sampling_params = {**adapted.sampling_params, "custom_params": {**custom, **changes}}
 
 
 def _count_marks(messages: Sequence[Any]) -> int:

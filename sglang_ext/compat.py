@@ -144,7 +144,7 @@ def check_signatures(targets: tuple[Target, ...]) -> None:
     """
     for target in targets:
         try:
-            function = pkgutil.resolve_name(target.path)
+            function = resolve(target)
         except (ImportError, AttributeError) as exc:
             raise UnsupportedSGLang(f"SGLang has no {target.path}") from exc
         parameters = tuple(inspect.signature(inspect.unwrap(function)).parameters)
@@ -162,7 +162,7 @@ def check_hooks_live(hooks: Mapping[Target, Callable[..., Any]]) -> None:
         UnsupportedSGLang: A hook was registered but is not in effect.
     """
     for target, hook in hooks.items():
-        if not _wraps(pkgutil.resolve_name(target.path), hook):
+        if not _wraps(resolve(target), hook):
             raise UnsupportedSGLang(
                 f"the hook on {target.path} is not in effect; does another plugin replace it?"
             )
@@ -222,11 +222,6 @@ def custom_params_type() -> Any:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     return get_type_hints(SamplingParams)["custom_params"]
-
-
-def plain_pool_names() -> frozenset[str]:
-    """Class names of KV pools with one `[slots, heads, dim]` buffer a layer for K and for V."""
-    return frozenset({"MHATokenToKVPool"})
 
 
 PACKING_BACKENDS = frozenset({"pic_cpu"})

@@ -6,7 +6,6 @@
     ├── RequestError           a `pic_*` key of a request is wrong (also a ValueError: HTTP 400)
     ├── ShapeError             an array has the wrong shape, dtype or device (also a ValueError)
     ├── IndexUnavailable       the chunk index cannot be reached; counts as a miss
-    ├── ChunkCorrupt           a payload does not match its checksum; counts as a miss
     ├── PlanInfeasible         a plan cannot be carried out; the request is prefilled in full
     ├── SelfTestFailed         the start-up self-test does not hold on this model and backend
     └── ServerFailed           a server that a script started did not answer as it should
@@ -43,10 +42,6 @@ class ShapeError(ExtError, ValueError):
 
 class IndexUnavailable(ExtError):
     """The chunk index cannot be reached; callers count a miss."""
-
-
-class ChunkCorrupt(ExtError):
-    """A payload does not match what was stored; callers drop it and count a miss."""
 
 
 class PlanInfeasible(ExtError):

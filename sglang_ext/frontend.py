@@ -20,6 +20,7 @@ from sglang_ext.request import (
     RequestOptions,
     check_bounds,
     parse_options,
+    with_custom_params,
 )
 
 
@@ -123,10 +124,7 @@ def _cut_text(manager: Any, obj: Any, options: RequestOptions, delimiter: str) -
     cut = copy.copy(obj)
     cut.text = "".join([first, *rest])
     cut.input_ids = ids
-    custom = dict(obj.sampling_params.get("custom_params") or {})
-    custom.pop("pic_delimiter", None)
-    custom["pic_bounds"] = bounds
-    cut.sampling_params = {**obj.sampling_params, "custom_params": custom}
+    cut.sampling_params = with_custom_params(obj.sampling_params, {"pic_bounds": bounds})
     return cut
 
 
@@ -136,9 +134,8 @@ def _leave_whole(obj: Any, text: str) -> Any:
         raise RequestError("pic_delimiter", obj.text[:64], "text besides the delimiter")
     whole = copy.copy(obj)
     whole.text = text
-    custom = dict(obj.sampling_params.get("custom_params") or {})
-    custom[REASON_KEY] = Reason.TOO_MANY_CHUNKS.value
-    whole.sampling_params = {**obj.sampling_params, "custom_params": custom}
+    reason = {REASON_KEY: Reason.TOO_MANY_CHUNKS.value}
+    whole.sampling_params = with_custom_params(obj.sampling_params, reason)
     return whole
 
 

@@ -199,6 +199,7 @@ def _init_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **
     if config is not None:
         from sglang_ext.runtime import PicRuntime
 
+        compat.check_signatures(compat.SCHEDULER_TARGETS)
         compat.check_hooks_live(SCHEDULER_HOOKS)
         runtime = PicRuntime(config, scheduler)
         scheduler.pic_runtime = scheduler.tp_worker.pic_runtime = runtime

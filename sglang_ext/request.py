@@ -105,6 +105,13 @@ def check_bounds(bounds: Sequence[int], num_tokens: int) -> None:
         raise RequestError("pic_bounds", bounds[-1], expected)
 
 
+def with_custom_params(params: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters whose `custom_params` say what came of the delimiter, instead of it."""
+    custom = {**(params.get("custom_params") or {}), **changes}
+    custom.pop("pic_delimiter", None)
+    return {**params, "custom_params": custom}
+
+
 def is_given(custom_params: Mapping[str, Any] | None) -> bool:
     """Whether a request mentions PIC at all."""
     return any(_is_ours(key) for key in custom_params or ())

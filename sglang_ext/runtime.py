@@ -109,10 +109,10 @@ class PicRuntime:
     def _announce(self) -> None:
         self.metrics.set_active(self._off_reason)
         self.metrics.observe(self.cache.stats())
-        backend = compat.resolved_options(self._runner.server_args)[0].attention_backend
         if self._off_reason is not None:
             logger.error("PIC is off: %s", self._off_reason)
             return
+        backend = compat.resolved_options(self._runner.server_args)[0].attention_backend
         index = self._config.index
         logger.info(
             "PIC is active: strategy=%s n_avg=%d segment_len=%d arena_mib=%d backend=%s "
@@ -127,7 +127,7 @@ class PicRuntime:
     # Requests
 
     def attach(self, req: Any, recv_req: Any) -> None:
-        """Give a new request its task. Sets `req.pic` and `req.customized_info`.
+        """Give a new request its task. Sets `req.pic`, and what follows from it on `req`.
 
         Never raises: a request that cannot be served with PIC gets a task that says why.
         """
@@ -203,13 +203,11 @@ class PicRuntime:
     def begin(self, batch: Any) -> None:
         """Before an extend batch runs: settle every task, remember whether PIC has work."""
         has_work = False
-        for index, req in enumerate(batch.reqs):
+        for req in batch.reqs:
             task: PicTask | None = getattr(req, "pic", None)
             if task is None:
                 continue
             settle(req)
-            if not task.is_active and not task.is_reported:
-                task.report.set_full(int(batch.prefix_lens[index]))
             has_work |= task.is_active
         self._pending = batch if has_work else None
 
@@ -218,11 +216,13 @@ class PicRuntime:
         """After an extend batch ran or failed: hand the reports over, forget the batch."""
         self._pending = None
         self.metrics.observe(self.cache.stats())
-        for req in batch.reqs:
+        for index, req in enumerate(batch.reqs):
             task: PicTask | None = getattr(req, "pic", None)
             if task is None or task.is_reported:
                 continue
             task.is_reported = True
+            if not task.is_active:
+                task.report.set_full(int(batch.prefix_lens[index]))
             req.customized_info = {**(req.customized_info or {}), "pic": [task.report.as_dict()]}
             self.metrics.count(task.report)
             if task.is_given:
@@ -239,10 +239,9 @@ class PicRuntime:
             logger.exception(
                 "pic fallback=%s for a batch of %d", Reason.ERROR.value, len(batch.reqs)
             )
-            for index, req in enumerate(batch.reqs):
+            for req in batch.reqs:
                 if active_task(req) is not None:
                     deactivate(req, Reason.ERROR, f"{type(exc).__name__}: {exc}")
-                    req.pic.report.set_full(int(batch.prefix_lens[index]))
             logits = self._run_full(batch, forward)
             if logits is None:
                 return forward(forward_batch)

@@ -501,6 +501,7 @@ def test_an_exception_of_ours_is_a_full_prefill_for_that_request(
         got = harness.ask(ids, params)
     assert got.report["fallback"] == "internal_error"
     assert "injected" in got.report["detail"]
+    assert sum(counts(got)) == len(ids)
     assert torch.equal(got.logits, expected.logits)
     assert harness.ask(ids, {"pic": False}).cached_tokens == len(ids) - 1
 
