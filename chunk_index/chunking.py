@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.chunk_index.identity import ChunkKey, child_key
+from sglang_ext.chunk_index.identity import ChunkKey, RootKey, child_key
 from sglang_ext.chunk_index.spans import Span
 
 
@@ -57,7 +57,7 @@ def chunk_spans(num_tokens: int, bounds: Sequence[int]) -> tuple[Span, ...]:
 
 
 def segment_chunk(
-    token_ids: npt.NDArray[np.integer[Any]], span: Span, root: ChunkKey, segment_len: int
+    token_ids: npt.NDArray[np.integer[Any]], span: Span, root: RootKey, segment_len: int
 ) -> tuple[ChunkSegment, ...]:
     """Cut one chunk into segments that start at its first token; only the last may be short.
 

@@ -3,6 +3,12 @@
 Knows bytes and token ids. Does not know how prompts are split, what is cached, or how a model's
 fingerprint is made. Every digest is 128 bits of BLAKE2b over a framed encoding, so that keys are
 equal in every process and on every host, and unequal for inputs that differ anywhere.
+
+    root       |digest 16 bytes|               of model, namespace, secret and salt
+    segment    |spread|digest 16 bytes|        of what precedes it in its chunk, and its tokens
+
+The spread byte is the first of the digest of a chunk's first segment, and all segments below that
+have it: a shared index keeps a chunk in one place by it, and spreads chunks evenly.
 """
 
 from __future__ import annotations
@@ -15,17 +21,22 @@ import numpy.typing as npt
 
 from sglang_ext.errors import ShapeError
 
-ChunkKey = NewType("ChunkKey", bytes)
-"""Digest of `KEY_BYTES` bytes; a type of its own so that other bytes are not taken for a key."""
+RootKey = NewType("RootKey", bytes)
+"""`DIGEST_BYTES` bytes above all chunks of one model and one tenant."""
 
-KEY_BYTES = 16
+ChunkKey = NewType("ChunkKey", bytes)
+"""`KEY_BYTES` bytes; a type of its own so that other bytes are not taken for a key."""
+
+DIGEST_BYTES = 16
+KEY_BYTES = 1 + DIGEST_BYTES
 
 _ROOT_TAG = b"pic-root-v1"
 _CHILD_TAG = b"pic-node-v1"
+_OWNER, _MODEL, _MAC = b"pic-owner-v1", b"pic-model-v1", b"pic-mac-v1"
 _TOKEN_DTYPE = np.dtype("<i4")
 
 
-def root_key(fingerprint: bytes, namespace: str, secret: bytes, salt: str = "") -> ChunkKey:
+def root_key(fingerprint: bytes, namespace: str, secret: bytes, salt: str = "") -> RootKey:
     """The key above all chunks of one model and one tenant.
 
     Args:
@@ -39,11 +50,11 @@ def root_key(fingerprint: bytes, namespace: str, secret: bytes, salt: str = "") 
     """
     fields = (_ROOT_TAG, fingerprint, _utf8(namespace), _utf8(salt))
     framed = b"".join(_uint64(len(field)) + field for field in fields)
-    key = hashlib.blake2b(secret).digest()  # BLAKE2b takes at most 64 bytes of key
-    return ChunkKey(hashlib.blake2b(framed, key=key, digest_size=KEY_BYTES).digest())
+    digest = hashlib.blake2b(framed, key=_sized(secret), digest_size=DIGEST_BYTES)
+    return RootKey(digest.digest())
 
 
-def child_key(parent: ChunkKey, token_ids: npt.NDArray[np.integer[Any]]) -> ChunkKey:
+def child_key(parent: RootKey | ChunkKey, token_ids: npt.NDArray[np.integer[Any]]) -> ChunkKey:
     """The key of a segment: what precedes it in its chunk, and its tokens.
 
     Args:
@@ -51,14 +62,33 @@ def child_key(parent: ChunkKey, token_ids: npt.NDArray[np.integer[Any]]) -> Chun
         token_ids: `[num_tokens]`, any integer dtype, values within int32, at least one token.
 
     Returns:
-        16 bytes, whatever the dtype, byte order and strides of `token_ids`.
+        17 bytes, whatever the dtype, byte order and strides of `token_ids`.
 
     Raises:
         ShapeError: `token_ids` is empty, not one-dimensional, not integer, or beyond int32.
     """
-    assert len(parent) == KEY_BYTES, "every field before the tokens has a fixed width"
-    framed = b"".join((_CHILD_TAG, parent, _uint64(token_ids.size), _token_bytes(token_ids)))
-    return ChunkKey(hashlib.blake2b(framed, digest_size=KEY_BYTES).digest())
+    is_top = len(parent) == DIGEST_BYTES
+    assert is_top or len(parent) == KEY_BYTES, "other widths could make two framings equal"
+    above = parent if is_top else parent[1:]
+    framed = b"".join((_CHILD_TAG, above, _uint64(token_ids.size), _token_bytes(token_ids)))
+    digest = hashlib.blake2b(framed, digest_size=DIGEST_BYTES).digest()
+    return ChunkKey((digest if is_top else parent)[:1] + digest)
+
+
+def owner_id(namespace: str, secret: bytes) -> str:
+    """Names a namespace in records and accounts without telling it: 16 hex digits."""
+    digest = hashlib.blake2b(_utf8(namespace), key=_sized(secret), digest_size=8, person=_OWNER)
+    return digest.hexdigest()
+
+
+def model_id(fingerprint: bytes) -> str:
+    """Names a model in records: 16 hex digits of its fingerprint's digest."""
+    return hashlib.blake2b(fingerprint, digest_size=8, person=_MODEL).hexdigest()
+
+
+def mac_key(secret: bytes) -> bytes:
+    """32 bytes that authenticate payloads of servers that share a secret."""
+    return hashlib.blake2b(key=_sized(secret), digest_size=32, person=_MAC).digest()
 
 
 def _token_bytes(token_ids: npt.NDArray[np.integer[Any]]) -> bytes:
@@ -69,6 +99,11 @@ def _token_bytes(token_ids: npt.NDArray[np.integer[Any]]) -> bytes:
     if ids is not token_ids and not np.array_equal(ids, token_ids):
         raise ShapeError("token_ids: expected values within int32, got larger ones")
     return ids.tobytes()
+
+
+def _sized(secret: bytes) -> bytes:
+    """Any secret as a BLAKE2b key, which has at most 64 bytes."""
+    return hashlib.blake2b(secret).digest()
 
 
 def _uint64(value: int) -> bytes:

@@ -1,17 +1,19 @@
 """The `PayloadStore` port, where cached KV lies, and the in-process store in host memory.
 
-Knows keys, sizes and opaque payloads. Does not know what is in a payload, which keys are indexed,
-or what to evict.
+Knows records and payloads as bytes. Does not know what the bytes mean, which records are indexed,
+or what to evict: the index counts bytes, a store only keeps them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
 from sglang_ext.chunk_index.identity import ChunkKey
+from sglang_ext.chunk_index.index import NodeRecord
+from sglang_ext.errors import PayloadLost
 
 
 class Payload(Protocol):
@@ -19,15 +21,35 @@ class Payload(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes from a store's budget."""
+        """Bytes it takes from a budget."""
         ...
 
     def buffer(self) -> memoryview:
-        """All its bytes, contiguous, uint8, for checksums; a view where the form allows it."""
+        """All its bytes, contiguous, format `B`, without a copy; writable until it is shared."""
         ...
 
 
 PayloadT = TypeVar("PayloadT", bound=Payload)
+
+OnBytes = Callable[[int], None]
+"""Told, from the loading thread, how many more bytes have arrived."""
+
+
+class PayloadCodec(Protocol[PayloadT]):
+    """How this process's payloads are described to others, and made from bytes."""
+
+    def describe(self, payload: PayloadT) -> bytes:
+        """What `allocate` needs beside the bytes, such as dtype and shape; at most 256 bytes."""
+        ...
+
+    def allocate(self, form: bytes, num_tokens: int, num_bytes: int) -> PayloadT:
+        """A payload of that form whose `buffer`, of `num_bytes`, the caller fills.
+
+        Raises:
+            PayloadLost: `foreign`; the form is not one of this model, or its size differs from
+                `num_bytes`. Nothing was allocated then.
+        """
+        ...
 
 
 def payload_checksum(payload: Payload) -> int:
@@ -36,83 +58,67 @@ def payload_checksum(payload: Payload) -> int:
 
 
 class PayloadStore(Protocol[PayloadT]):
-    """Payloads by key within a byte budget. Never evicts by itself.
+    """Payloads by record. Thread-safe; never evicts by itself.
 
-    Callers serialise their calls. A tier that can fail answers False or None and does not raise.
+    Two writers of one key may compute different bytes, so a store tells payloads apart by key and
+    checksum, and a record is found only with the payload it was made for.
     """
 
-    @property
-    def budget_bytes(self) -> int:
-        """Most bytes it may take. Constant."""
-        ...
+    def put(self, record: NodeRecord, payload: PayloadT) -> None:
+        """Keep a payload; when this returns it is durable, or nothing was changed.
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes taken now, at most `budget_bytes`. Changes with every `put` and `drop`."""
-        ...
+        Modifies the store; the payload must not change afterwards.
 
-    def put(self, key: ChunkKey, payload: PayloadT) -> bool:
-        """Keep a payload, in place of an older one of that key.
-
-        Returns whether it is durable; False, and nothing changed, if it does not fit or cannot be
-        written. Modifies the store; the payload must not change afterwards.
+        Raises:
+            TierUnavailable: It cannot be written: no room, no permission, not reachable, too large.
         """
         ...
 
-    def get(self, key: ChunkKey) -> PayloadT | None:
-        """The payload, or None if absent or unreadable. Changes nothing.
+    def get(self, record: NodeRecord, on_bytes: OnBytes | None = None) -> PayloadT:
+        """The payload of a record, checked against it as far as the store checks. Changes nothing.
 
-        What is returned stays readable after `drop`; whether its bytes are right, a checksum tells.
+        What is returned stays readable after `drop`.
+
+        Raises:
+            PayloadLost: It is absent, damaged, or not the record's.
+            TierUnavailable: The store cannot tell now.
         """
         ...
 
-    def drop(self, key: ChunkKey) -> None:
-        """Forget a payload; nothing happens if it is absent. Modifies the store."""
+    def drop(self, record: NodeRecord) -> None:
+        """Forget a payload; nothing happens if it is absent or the store is unreachable."""
         ...
 
-    def keys(self) -> Iterable[ChunkKey]:
-        """Every key kept. Changes nothing; invalid after the next `put` or `drop`."""
+    def records(self) -> Iterator[NodeRecord]:
+        """What is kept, as it was put, in no order, unreadable ones left out. Changes nothing."""
         ...
 
 
 class HostStore(Generic[PayloadT]):
-    """Payload objects kept in a dict; see `PayloadStore` for what each method does."""
+    """Payload objects kept in a dict, unchecked; see `PayloadStore` for what each method does."""
 
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._used_bytes = 0
-        self._payloads: dict[ChunkKey, PayloadT] = {}
+    def __init__(self) -> None:
+        self._kept: dict[ChunkKey, tuple[NodeRecord, PayloadT]] = {}
 
-    @property
-    def budget_bytes(self) -> int:
-        """Most bytes it may take."""
-        return self._budget_bytes
+    def put(self, record: NodeRecord, payload: PayloadT) -> None:
+        """Keep a payload."""
+        self._kept[record.key] = record, payload
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes taken now."""
-        return self._used_bytes
+    def get(self, record: NodeRecord, on_bytes: OnBytes | None = None) -> PayloadT:
+        """The payload of a record."""
+        kept, payload = self._kept.get(record.key, (None, None))
+        if kept is None or payload is None or kept.checksum != record.checksum:
+            raise PayloadLost("absent")
+        if on_bytes is not None:
+            on_bytes(payload.nbytes)
+        return payload
 
-    def put(self, key: ChunkKey, payload: PayloadT) -> bool:
-        """Keep a payload; False if it does not fit."""
-        old = self._payloads.get(key)
-        used = self._used_bytes + payload.nbytes - (0 if old is None else old.nbytes)
-        if used > self._budget_bytes:
-            return False
-        self._payloads[key] = payload
-        self._used_bytes = used
-        return True
-
-    def get(self, key: ChunkKey) -> PayloadT | None:
-        """The payload, or None if absent."""
-        return self._payloads.get(key)
-
-    def drop(self, key: ChunkKey) -> None:
+    def drop(self, record: NodeRecord) -> None:
         """Forget a payload, if it is there."""
-        payload = self._payloads.pop(key, None)
-        if payload is not None:
-            self._used_bytes -= payload.nbytes
+        kept, _ = self._kept.get(record.key, (None, None))
+        if kept is not None and kept.checksum == record.checksum:
+            del self._kept[record.key]
 
-    def keys(self) -> Iterable[ChunkKey]:
-        """Every key kept."""
-        return self._payloads.keys()
+    def records(self) -> Iterator[NodeRecord]:
+        """What is kept."""
+        return iter([record for record, _ in list(self._kept.values())])

@@ -6,6 +6,8 @@
     ├── RequestError           a `pic_*` key of a request is wrong (also a ValueError: HTTP 400)
     ├── ShapeError             an array has the wrong shape, dtype or device (also a ValueError)
     ├── IndexUnavailable       the chunk index cannot be reached; counts as a miss
+    ├── PayloadLost            a cached payload is absent, damaged or another one; its entry must go
+    ├── TierUnavailable        a payload tier cannot be reached or written; counts as a miss
     ├── PlanInfeasible         a plan cannot be carried out; the request is prefilled in full
     ├── SelfTestFailed         the start-up self-test does not hold on this model and backend
     └── ServerFailed           a server that a script started did not answer as it should
@@ -42,6 +44,21 @@ class ShapeError(ExtError, ValueError):
 
 class IndexUnavailable(ExtError):
     """The chunk index cannot be reached; callers count a miss."""
+
+
+class PayloadLost(ExtError):
+    """A cached payload is absent, damaged or not what its record says; its entry must go.
+
+    `reason` is one word for counters: `absent`, `truncated`, `damaged`, `forged`, `foreign`.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class TierUnavailable(ExtError):
+    """A payload tier cannot be reached or written; callers count a miss and keep its entries."""
 
 
 class PlanInfeasible(ExtError):

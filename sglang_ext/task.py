@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.chunk_index.chunking import chunk_spans, segment_chunk
-from sglang_ext.chunk_index.identity import ChunkKey
+from sglang_ext.chunk_index.identity import RootKey
 from sglang_ext.chunk_index.spans import Span
 from sglang_ext.recompute.planning import Chunk
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES
@@ -57,7 +57,7 @@ class PicTask:
 
 
 def cut_prompt(
-    token_ids: npt.NDArray[np.int64], bounds: tuple[int, ...], root: ChunkKey, segment_len: int
+    token_ids: npt.NDArray[np.int64], bounds: tuple[int, ...], root: RootKey, segment_len: int
 ) -> tuple[Chunk, ...]:
     """Chunks of a prompt with their segments; bounds behind a truncated prompt are dropped."""
     num_tokens = len(token_ids)
