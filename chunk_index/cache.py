@@ -1,316 +1,518 @@
-"""`ChunkCache`: one index and one payload store, kept in agreement.
+"""`ChunkCache`: what one server sees of all tiers, the arena in front and slower ones behind it.
 
-Knows the order in which the two must change: a payload is put before its record is published, and a
-record leaves the index before its payload is dropped. Does not know what a payload holds, how
-segments are named, or which of a request's segments are worth loading or storing.
+Knows which tiers there are and in which order they are asked and written. Does not know what a
+payload holds, or how a request is served with it.
+
+    request  → prefetch: arena? → lower tiers' indexes → loads → arena
+             → acquire: the arena alone, in memory
+    segment  → store: arena at once → lower tiers, written behind
+
+A lower tier is used once its cost was measured, which also shows that it can be written and read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
-from threading import RLock
-from types import TracebackType
-from typing import Generic, Literal
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Generic, Protocol, runtime_checkable
 
+from sglang_ext.chunk_index.arena import Arena, Lease
 from sglang_ext.chunk_index.chunking import ChunkSegment
 from sglang_ext.chunk_index.identity import ChunkKey
-from sglang_ext.chunk_index.index import ChunkIndex, NodeRecord
-from sglang_ext.chunk_index.payloads import PayloadStore, PayloadT, payload_checksum
+from sglang_ext.chunk_index.index import NodeRecord
+from sglang_ext.chunk_index.payloads import (
+    Payload,
+    PayloadStore,
+    PayloadT,
+    payload_checksum,
+)
+from sglang_ext.chunk_index.prefetch import LoadPlan, Path, Prefetch, Runs, plan_loads
+from sglang_ext.chunk_index.tier import Tier, TierStats
+from sglang_ext.chunk_index.transfer import CostModel, Line, fit_line
+from sglang_ext.chunk_index.transfer_queues import LoadQueue, Workers, WriteQueue
+from sglang_ext.errors import ExtError
 
-Verify = Literal["always", "first", "never"]
-"""When a payload's checksum is compared: on every load, on its first load, or not at all."""
+logger = logging.getLogger(__name__)
 
-Refusal = Literal["too_large", "no_room", "orphan", "busy"]
-"""Why a segment was not stored: larger than the whole budget; too little can be evicted; its parent
-is not cached; a removed segment of the same key still has readers."""
+CLOSE_TIMEOUT_S = 2.0
+
+Samples = tuple[tuple[int, PayloadT], tuple[int, PayloadT]]
+"""Two payloads of one form with their tokens, the larger one last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Bounds of all transfers.
+
+    Attributes:
+        lookup_ms: Longest a request waits for the shared index.
+        stall_ms: Longest a request waits while no byte comes from its tiers, or twice the tier's
+            own T0 if that is more.
+        unknown_ms: Longest a request waits before anything tells how long computing takes.
+        num_threads: Loads from one tier at once.
+        load_bytes: Most bytes of loads from one tier that wait or run.
+        write_bytes: Most bytes that wait to be written to one tier.
+    """
+
+    lookup_ms: float = 20.0
+    stall_ms: float = 50.0
+    unknown_ms: float = 500.0
+    num_threads: int = 4
+    load_bytes: int = 1 << 30
+    write_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LifeCycle:
+    """What a request says of the segments it stores and finds.
+
+    Attributes:
+        owner: Digest of its namespace.
+        model: Digest of the model.
+        doc_ids: Documents whose invalidation removes them.
+        ttl_ms: Life time from now; None lives until evicted.
+        pinned: Never evict them.
+    """
+
+    owner: str = ""
+    model: str = ""
+    doc_ids: tuple[str, ...] = ()
+    ttl_ms: int | None = None
+    pinned: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is anything to add to segments that are cached already."""
+        return bool(self.doc_ids) or self.ttl_ms is not None or self.pinned
+
+
+@runtime_checkable
+class _LooksUpInMemory(Protocol):
+    """An index that answers some look-ups without waiting for anyone."""
+
+    def lookup(self, paths: Sequence[Path], now_ms: int) -> tuple[Runs, bool]:
+        """What is known of each path, and whether that is all there is to know."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class LowerTier(Generic[PayloadT]):
+    """A tier behind the arena with its queues.
+
+    Attributes:
+        tier: Its index and store.
+        cost: What a load costs; nothing is loaded or written until it is measured.
+        loads: Payloads on their way from it.
+        writes: Payloads on their way to it.
+    """
+
+    tier: Tier[PayloadT]
+    cost: CostModel
+    loads: LoadQueue[PayloadT]
+    writes: WriteQueue[PayloadT]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """One lower tier's transfers.
+
+    Attributes:
+        tier: Its totals and counters.
+        is_ready: It was measured and is used.
+        queued_bytes: Bytes that wait to be written.
+        num_unwritten: Segments not written since the queue was full.
+        load_fixed_ms: T0 as it is now.
+    """
+
+    tier: TierStats
+    is_ready: bool
+    queued_bytes: int
+    num_unwritten: int
+    load_fixed_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Totals now, and counters since the cache was made.
+    """The arena and every lower tier, at this moment.
 
     Attributes:
-        num_entries: Segments that can be matched.
-        used_bytes: Payload bytes kept, those of removed segments with readers included.
-        budget_bytes: Most payload bytes that may be kept.
+        arena: Totals and counters of the arena.
         num_held: Segments with at least one reader.
-        num_hits: Segments found and held by `acquire`.
-        num_misses: Segments asked for and not held.
-        num_evictions: Segments evicted to make room.
-        num_stores: Segments stored.
-        load_failures: Hits whose payload was missing or damaged.
-        refusals: Segments not stored, by reason.
+        lower: The lower tiers, fastest first.
     """
 
-    num_entries: int
-    used_bytes: int
-    budget_bytes: int
+    arena: TierStats
     num_held: int
-    num_hits: int
-    num_misses: int
-    num_evictions: int
-    num_stores: int
-    load_failures: int
-    refusals: Mapping[Refusal, int]
+    lower: tuple[TransferStats, ...] = ()
 
 
-class Lease(Generic[PayloadT]):
-    """Cached leading segments of a prompt's chunks, held until `release` or the end of `with`.
+@dataclass(slots=True)
+class _Budget:
+    """Bytes that requests keep alive beside the arena."""
 
-    Belongs to one request; not shared between threads. Hits are hints: `payloads` may find fewer.
-    """
+    max_bytes: int
+    num_bytes: int = 0
+    lock: Lock = field(default_factory=Lock)
 
-    def __init__(self, cache: ChunkCache[PayloadT], runs: Iterable[tuple[NodeRecord, ...]]) -> None:
-        self._cache = cache
-        self._runs = list(runs)
+    def take(self, num_bytes: int) -> bool:
+        """Take bytes if they fit."""
+        with self.lock:
+            fits = self.num_bytes + num_bytes <= self.max_bytes
+            self.num_bytes += num_bytes if fits else 0
+            return fits
 
-    def __enter__(self) -> Lease[PayloadT]:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    @property
-    def num_hits(self) -> tuple[int, ...]:
-        """For each chunk the number of leading segments held now; all 0 after `release`."""
-        return tuple(len(run) for run in self._runs)
-
-    def payloads(self, chunk_index: int) -> list[PayloadT]:
-        """The chunk's leading payloads, in order, each verified as the cache was told to.
-
-        Modifies the lease and the cache if one is missing or damaged: the hits end before it, it is
-        removed with all below it, and nothing behind it is held any more. What is returned stays
-        readable after `release`.
-        """
-        run = self._runs[chunk_index]
-        loaded: list[PayloadT] = []
-        for record in run:
-            payload = self._cache._load(record)
-            if payload is None:
-                self._runs[chunk_index] = run[: len(loaded)]
-                self._cache._discard(run[len(loaded) :])
-                break
-            loaded.append(payload)
-        return loaded
-
-    def release(self) -> None:
-        """Hold nothing any more; a second call does nothing."""
-        keys = [record.key for run in self._runs for record in run]
-        self._runs = [()] * len(self._runs)
-        self._cache._release(keys)
+    def give_back(self, num_bytes: int) -> None:
+        """Undo `take`."""
+        with self.lock:
+            self.num_bytes -= num_bytes
 
 
 class ChunkCache(Generic[PayloadT]):
-    """Segments by key with their payloads, within the store's budget; thread-safe."""
+    """All tiers of one server; thread-safe. Calls of the request path never wait for I/O."""
 
     def __init__(
-        self, index: ChunkIndex, store: PayloadStore[PayloadT], verify: Verify = "first"
+        self,
+        arena: Arena[PayloadT],
+        lower: Sequence[Tier[PayloadT]] = (),
+        limits: TransferLimits | None = None,
+        now_ms: Callable[[], int] = lambda: int(time.time() * 1e3),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._index = index
-        self._store = store
-        self._verify = verify
-        self._verified: set[ChunkKey] = set()
-        self._lock = RLock()
-        self._num_hits = 0
-        self._num_misses = 0
-        self._num_evictions = 0
-        self._num_stores = 0
-        self._load_failures = 0
-        self._refusals: dict[Refusal, int] = {"too_large": 0, "no_room": 0, "orphan": 0, "busy": 0}
+        """Start the threads of the lower tiers; without any there are none.
 
-    def acquire(self, chunks: Sequence[Sequence[ChunkSegment]], now_ms: int) -> Lease[PayloadT]:
-        """Hold every cached leading segment of every chunk of a prompt.
+        Args:
+            arena: Host memory.
+            lower: Fastest first.
+            limits: Bounds of transfers.
+            now_ms: Milliseconds since the epoch, the clock of all records.
+            clock: Seconds of a clock that only goes forward.
+        """
+        self.arena = arena
+        self.compute_cost = CostModel()
+        self.limits = limits or TransferLimits()
+        self._now_ms = now_ms
+        self._clock = clock
+        self.lower = tuple(self._make_lower(tier) for tier in lower)
+        self._lookups = Workers("lookup", num_threads=1) if lower else None
+        budget = arena.index.stats().budget_bytes
+        self._prefetch_budget = _Budget(1 << 62 if budget is None else budget)
+        self._on_settled: Callable[[], None] = lambda: None
+
+    def when_loaded(self, listener: Callable[[], None]) -> None:
+        """Call a function, from any thread, whenever a load or look-up ends."""
+        self._on_settled = listener
+
+    # The request path
+
+    def knows(self, paths: Sequence[Path], now_ms: int) -> bool:
+        """Whether anything of these paths is in the arena, or known to be in a lower tier."""
+        return any(self.arena.index.peek(paths, now_ms)) or any(
+            any(self._look_up_in_memory(lower.tier, paths, now_ms)[0]) for lower in self.lower
+        )
+
+    def prefetch(self, paths: Sequence[Path], now_ms: int) -> Prefetch[PayloadT] | None:
+        """Start to bring into the arena what lower tiers have of a prompt's chunks.
+
+        Modifies statistics of the lower tiers' indexes, and later the arena.
+
+        Args:
+            paths: For each chunk the keys of its segments, first segment first.
+            now_ms: Milliseconds since the epoch.
+
+        Returns:
+            None if there is nothing to wait for; else what the caller checks until it is settled.
+        """
+        lower = [tier for tier in self.lower if tier.cost.is_known]
+        if not lower:
+            return None
+        num_here = self.arena.index.peek(paths, now_ms)
+        if all(here == len(path) for here, path in zip(num_here, paths, strict=True)):
+            return None
+        prefetch = Prefetch[PayloadT](
+            started_s=self._clock(),
+            lookup_limit_s=self.limits.lookup_ms / 1e3,
+            stall_s=self._stall_s(lower),
+            num_arrived=lambda: sum(tier.loads.num_arrived for tier in lower),
+        )
+        found: list[Runs] = []
+        for tier in lower:
+            runs, is_complete = self._look_up_in_memory(tier.tier, paths, now_ms)
+            if not is_complete:
+                assert self._lookups is not None
+                self._lookups.submit(
+                    lambda: self._look_up(prefetch, lower, found, num_here, paths, now_ms)
+                )
+                return prefetch
+            found.append(runs)
+        self._begin(prefetch, lower, found, num_here)
+        return None if prefetch.check(self._clock()) and not prefetch.payloads else prefetch
+
+    def acquire(self, paths: Sequence[Path], now_ms: int) -> Lease[PayloadT]:
+        """Hold every leading segment of every chunk that the arena has.
 
         Modifies hit statistics, recency and reader counts; the lease must be released.
         """
-        paths = [[segment.key for segment in chunk] for chunk in chunks]
-        with self._lock:
-            matched = self._index.match(paths, now_ms)
-            hits = [path[:num_hits] for path, num_hits in zip(paths, matched, strict=True)]
-            records = self._index.hold([key for keys in hits for key in keys])
-            held = {record.key: record for record in records}
-            runs = [tuple(held[k] for k in takewhile(held.__contains__, keys)) for keys in hits]
-            behind = [keys[len(run) :] for keys, run in zip(hits, runs, strict=True)]
-            self._release([key for keys in behind for key in keys if key in held])
-            num_held = sum(len(run) for run in runs)
-            self._num_hits += num_held
-            self._num_misses += sum(len(path) for path in paths) - num_held
-        return Lease(self, runs)
+        return self.arena.acquire(paths, now_ms)
 
     def store(
         self,
         segment: ChunkSegment,
         payload: PayloadT,
         now_ms: int,
-        doc_ids: Sequence[str] = (),
-        ttl_ms: int | None = None,
-        pinned: bool = False,
-        owner: str = "",
+        life: LifeCycle | None = None,
     ) -> bool:
-        """Keep a segment's payload and make it findable, evicting leaf first if room is needed.
-
-        Never evicts what is held or pinned, nor the segment's own ancestors. A key that is cached
-        already keeps its payload and record.
+        """Keep a segment's payload in the arena, and write it to the lower tiers later.
 
         Args:
             segment: Its parent must be cached.
             payload: Must not change afterwards.
-            now_ms: Time of the caller's clock, the one `acquire` is given.
-            doc_ids: Documents whose invalidation removes it.
-            ttl_ms: Life time from `now_ms`; None lives until evicted.
-            pinned: Never evict it.
-            owner: Digest of the namespace.
+            now_ms: Milliseconds since the epoch.
+            life: Whose it is and how long it lives.
 
         Returns:
-            Whether the segment is cached now. If not, the reason is counted and nothing changed,
-            except that what was evicted stays evicted if only then the tier or the index failed.
+            Whether the arena has the segment now. The lower tiers get it in any case.
         """
+        record = self._make_record(segment, payload, now_ms, life or LifeCycle())
+        refusal = self.arena.keep(record, payload, now_ms)
+        for tier in self.lower:
+            if tier.cost.is_known:
+                tier.writes.offer(record, payload)
+        return refusal is None
+
+    def annotate(self, segment: ChunkSegment, now_ms: int, life: LifeCycle) -> None:
+        """Add a request's documents, expiry and pin to a cached segment, in every tier."""
         record = NodeRecord(
             key=segment.key,
             parent=segment.parent,
             num_tokens=segment.span.num_tokens,
+            payload_bytes=0,
+            checksum=0,
+            created_ms=now_ms,
+            doc_ids=life.doc_ids,
+            expires_ms=None if life.ttl_ms is None else now_ms + life.ttl_ms,
+            owner=life.owner,
+            pinned=life.pinned,
+            model=life.model,
+        )
+        self.arena.annotate(record)
+        for tier in self.lower:
+            tier.writes.annotate(record)
+
+    # Management
+
+    def measure(self, samples: Samples[PayloadT]) -> None:
+        """Find out, in each lower tier's own thread, what it costs; only then is it used.
+
+        A tier that cannot be written or read is named in the log, and tried again with the next
+        call.
+
+        Args:
+            samples: Two payloads of one form, the larger one last, each with its tokens.
+        """
+        for tier in self.lower:
+            tier.writes.submit(partial(self._measure, tier, samples))
+
+    def forget_local(self) -> None:
+        """Empty the tiers that are this server's own: arena and disk. The shared one stays."""
+        self.arena.clear()
+        for tier in self.lower:
+            if tier.tier.name == "disk":
+                tier.writes.submit(tier.tier.clear)
+
+    def forget_model(self, model: str) -> None:
+        """Empty the local tiers of what a model computed that is no longer served."""
+        self.arena.clear(model=model)
+        for tier in self.lower:
+            if tier.tier.name == "disk":
+                tier.writes.submit(partial(tier.tier.clear, model=model))
+
+    def invalidate(self, doc_id: str, owner: str = "") -> int:
+        """Remove what an owner stored for a document from the arena now, elsewhere soon.
+
+        Returns how many segments left the arena.
+        """
+        for tier in self.lower:
+            tier.writes.submit(partial(tier.tier.invalidate, doc_id, owner))
+        return self.arena.invalidate(doc_id, owner)
+
+    def stats(self) -> CacheStats:
+        """Totals and counters; asks a shared index nothing. Changes nothing."""
+        lower = tuple(
+            TransferStats(
+                tier=tier.tier.stats(),
+                is_ready=tier.cost.is_known,
+                queued_bytes=tier.writes.num_bytes,
+                num_unwritten=tier.writes.num_dropped,
+                load_fixed_ms=tier.cost.fixed_ms,
+            )
+            for tier in self.lower
+        )
+        return CacheStats(self.arena.stats(), self.arena.index.num_held, lower)
+
+    def check_integrity(self) -> None:
+        """Verify the arena; not for use while it is written.
+
+        Raises:
+            AssertionError: Its index and store do not agree.
+        """
+        self.arena.check_integrity()
+
+    def close(self) -> None:
+        """Write what waits, for a short while, and end the threads."""
+        if self._lookups is not None:
+            self._lookups.close(CLOSE_TIMEOUT_S)
+        for tier in self.lower:
+            tier.writes.close(CLOSE_TIMEOUT_S)
+            tier.loads.close(CLOSE_TIMEOUT_S)
+
+    def _make_lower(self, tier: Tier[PayloadT]) -> LowerTier[PayloadT]:
+        cost, limits = CostModel(), self.limits
+        loads = LoadQueue(tier, cost, limits.num_threads, limits.load_bytes, self._clock)
+        return LowerTier(tier, cost, loads, WriteQueue(tier, limits.write_bytes, self._now_ms))
+
+    def _make_record(
+        self, segment: ChunkSegment, payload: PayloadT, now_ms: int, life: LifeCycle
+    ) -> NodeRecord:
+        num_tokens = segment.span.num_tokens
+        return NodeRecord(
+            key=segment.key,
+            parent=segment.parent,
+            num_tokens=num_tokens,
             payload_bytes=payload.nbytes,
             checksum=payload_checksum(payload),
             created_ms=now_ms,
-            doc_ids=tuple(doc_ids),
-            expires_ms=None if ttl_ms is None else now_ms + ttl_ms,
-            owner=owner,
-            pinned=pinned,
+            doc_ids=life.doc_ids,
+            expires_ms=None if life.ttl_ms is None else now_ms + life.ttl_ms,
+            owner=life.owner,
+            pinned=life.pinned,
+            model=life.model,
+            compute_us=int((self.compute_cost.predict_ms(num_tokens) or 0.0) * 1e3),
         )
-        with self._lock:
-            self._drop(self._index.expire(now_ms))
-            present = self._index.show(record.key)
-            if present is not None and not present.is_dead:
-                return True
-            refusal = "busy" if present is not None else self._store_new(record, payload, now_ms)
-            if refusal is not None:
-                self._refusals[refusal] += 1
-                return False
-            self._num_stores += 1
-            return True
 
-    def invalidate(self, doc_id: str, owner: str = "") -> int:
-        """Remove what `owner` stored for a document, and all below; returns how many left at once.
+    def _stall_s(self, lower: Sequence[LowerTier[PayloadT]]) -> float:
+        slowest_ms = max(tier.cost.fixed_ms for tier in lower)
+        return max(self.limits.stall_ms, 2 * slowest_ms) / 1e3
 
-        Segments with readers are missed from now on and leave with their last reader.
-        """
-        with self._lock:
-            return self._drop(self._index.invalidate(doc_id, owner))
+    def _look_up_in_memory(
+        self, tier: Tier[PayloadT], paths: Sequence[Path], now_ms: int
+    ) -> tuple[Runs, bool]:
+        """What is known without waiting, and whether that is all there is to know."""
+        if isinstance(tier.index, _LooksUpInMemory):
+            return tier.index.lookup(paths, now_ms)
+        return tier.match(paths, now_ms), True
 
-    def clear(self) -> int:
-        """Remove everything, pinned or not; returns how many left at once, as in `invalidate`."""
-        with self._lock:
-            return self._drop(self._index.clear())
+    def _look_up(
+        self,
+        prefetch: Prefetch[PayloadT],
+        lower: Sequence[LowerTier[PayloadT]],
+        found: list[Runs],
+        num_here: Sequence[int],
+        paths: Sequence[Path],
+        now_ms: int,
+    ) -> None:
+        """The look-up's rest, in a thread that may wait."""
+        if not prefetch.is_settled:  # else the request went on without
+            found += [tier.tier.match(paths, now_ms) for tier in lower[len(found) :]]
+            self._begin(prefetch, lower, found, num_here)
+        self._on_settled()
 
-    def stats(self) -> CacheStats:
-        """Totals and counters. Changes nothing."""
-        with self._lock:
-            totals = self._index.stats()
-            return CacheStats(
-                num_entries=totals.num_nodes,
-                used_bytes=self._store.used_bytes,
-                budget_bytes=self._store.budget_bytes,
-                num_held=totals.num_held,
-                num_hits=self._num_hits,
-                num_misses=self._num_misses,
-                num_evictions=self._num_evictions,
-                num_stores=self._num_stores,
-                load_failures=self._load_failures,
-                refusals=dict(self._refusals),
+    def _begin(
+        self,
+        prefetch: Prefetch[PayloadT],
+        lower: Sequence[LowerTier[PayloadT]],
+        found: Sequence[Runs],
+        num_here: Sequence[int],
+    ) -> None:
+        plan = plan_loads(
+            num_here,
+            found,
+            [tier.cost for tier in lower],
+            self.compute_cost,
+            self._prefetch_budget.max_bytes,
+        )
+        if not self._prefetch_budget.take(plan.num_bytes):
+            plan = LoadPlan(((),) * len(num_here), plan.num_declined)
+        else:
+            weakref.finalize(prefetch, self._prefetch_budget.give_back, plan.num_bytes)
+        chunks = [
+            [
+                (run.tier, load)
+                for run in runs
+                for record in run.records
+                if (load := lower[run.tier].loads.start(record)) is not None
+            ]
+            for runs in plan.chunks
+        ]
+        limit_ms = self.compute_cost.predict_ms(plan.num_tokens)
+        limit_s = (self.limits.unknown_ms if limit_ms is None else limit_ms) / 1e3
+        prefetch.begin(chunks, limit_s, plan.num_declined, self._clock())
+        for chunk, loads in enumerate(chunks):
+            for _, load in loads:
+                load.when_done(partial(self._land, prefetch, lower, chunk))
+
+    def _land(
+        self, prefetch: Prefetch[PayloadT], lower: Sequence[LowerTier[PayloadT]], chunk: int
+    ) -> None:
+        """Put into the arena, in order, what has come of a chunk; and into faster tiers."""
+        now_ms = self._now_ms()
+        for index, load in prefetch.take_landed(chunk):
+            assert load.payload is not None
+            self.arena.keep_verified(load.record, load.payload, now_ms)
+            for faster in lower[:index]:
+                faster.writes.offer(load.record, load.payload)
+        self._on_settled()
+
+    def _measure(self, tier: LowerTier[PayloadT], samples: Samples[PayloadT]) -> None:
+        was_ready = tier.cost.is_known
+        try:
+            line = measure_store(tier.tier.store, samples, self._now_ms(), self._clock)
+        except ExtError as exc:
+            if not was_ready:
+                logger.warning("pic tier=%s is disabled: %s", tier.tier.name, exc)
+            return
+        tier.cost.renew(line)
+        if not was_ready:
+            speed = 1e3 / line.ms_per_unit / (1 << 20) if line.ms_per_unit else float("inf")
+            logger.info(
+                "pic tier=%s is ready: t0_ms=%.2f mib_per_s=%.0f",
+                tier.tier.name,
+                line.fixed_ms,
+                speed,
             )
 
-    def check_integrity(self) -> None:
-        """Verify that index and store agree to the byte and stay within the budget.
 
-        Raises:
-            AssertionError: They do not, or either is broken by itself.
-        """
-        with self._lock:
-            self._index.check_integrity()
-            totals = self._index.stats()
-            keys = set(self._store.keys())
-            assert len(keys) == totals.num_nodes + totals.num_dead
-            for key in keys:
-                view = self._index.show(key)
-                payload = self._store.get(key)
-                assert view is not None
-                assert payload is not None
-                assert view.record.payload_bytes == payload.nbytes
-            assert self._store.used_bytes == totals.num_bytes + totals.dead_bytes
-            assert self._store.used_bytes <= self._store.budget_bytes
-            assert self._verified <= keys
+def measure_store(
+    store: PayloadStore[PayloadT],
+    samples: Samples[PayloadT],
+    now_ms: int,
+    clock: Callable[[], float],
+) -> Line:
+    """What a load costs: writes two payloads, reads them back, and drops them again.
 
-    def _store_new(self, record: NodeRecord, payload: PayloadT, now_ms: int) -> Refusal | None:
-        """Hold the parent, make room, put, publish; returns why it could not be done."""
-        if record.payload_bytes > self._store.budget_bytes:
-            return "too_large"
-        parents = [] if record.parent is None else [record.parent]
-        if len(self._index.hold(parents)) < len(parents):
-            return "orphan"
+    Raises:
+        TierUnavailable: They cannot be written or read.
+        PayloadLost: They are not what was written.
+    """
+    points: list[tuple[int, float]] = []
+    for num_tokens, payload in samples:
+        record = _probe_record(num_tokens, payload, now_ms)
+        store.put(record, payload)
         try:
-            if not self._make_room(record.payload_bytes):
-                return "no_room"
-            if not self._store.put(record.key, payload):
-                return "no_room"
-            return None if self._publish(record, now_ms) else "orphan"
+            started = clock()
+            store.get(record)
+            points.append((payload.nbytes, (clock() - started) * 1e3))
         finally:
-            self._release(parents)
+            store.drop(record)
+    return fit_line(points[0], points[1])
 
-    def _publish(self, record: NodeRecord, now_ms: int) -> bool:
-        """Publish a record whose payload was put; the payload goes again if that fails."""
-        is_published = False
-        try:
-            is_published = self._index.publish(record, now_ms)
-        finally:
-            if not is_published:
-                self._store.drop(record.key)
-        return is_published
 
-    def _make_room(self, num_bytes: int) -> bool:
-        missing = num_bytes - (self._store.budget_bytes - self._store.used_bytes)
-        if missing <= 0:
-            return True
-        plan = self._index.victims(missing)
-        if not plan or not self._index.evict(plan):
-            return False
-        self._num_evictions += self._drop(plan)
-        return True
-
-    def _load(self, record: NodeRecord) -> PayloadT | None:
-        """A held segment's payload; None if missing or damaged. Hashes outside the lock."""
-        with self._lock:
-            payload = self._store.get(record.key)
-            is_trusted = self._verify == "never" or record.key in self._verified
-        if payload is None or is_trusted:
-            return payload
-        if payload_checksum(payload) != record.checksum:
-            return None
-        if self._verify == "first":
-            with self._lock:
-                self._verified.add(record.key)
-        return payload
-
-    def _discard(self, lost: Sequence[NodeRecord]) -> None:
-        """Remove a held segment that failed to load, and let go of it and what was held behind."""
-        with self._lock:
-            self._load_failures += 1
-            self._drop(self._index.remove(lost[0].key))
-            self._release([record.key for record in lost])
-
-    def _release(self, keys: Sequence[ChunkKey]) -> None:
-        with self._lock:
-            self._drop(self._index.release(keys))
-
-    def _drop(self, records: Sequence[NodeRecord]) -> int:
-        """Drop the payloads of records that left the index; returns how many."""
-        for record in records:
-            self._store.drop(record.key)
-            self._verified.discard(record.key)
-        return len(records)
+def _probe_record(num_tokens: int, payload: Payload, now_ms: int) -> NodeRecord:
+    """A record that is never published, under a key no chunk has."""
+    checksum = payload_checksum(payload)
+    key = ChunkKey(b"\0probe" + checksum.to_bytes(8, "big") + now_ms.to_bytes(8, "big")[-3:])
+    return NodeRecord(key, None, num_tokens, payload.nbytes, checksum, now_ms)

@@ -305,6 +305,10 @@ class HoldingIndex(ChunkIndex, Protocol):
         """Nodes with at least one reader, dead ones included. Stale at once."""
         ...
 
+    def is_dead(self, key: ChunkKey) -> bool:
+        """Whether a key was removed and still has readers. Changes nothing; stale at once."""
+        ...
+
     def peek(self, paths: Sequence[Sequence[ChunkKey]], now_ms: int) -> tuple[int, ...]:
         """For each path the number of leading unexpired nodes. Changes nothing."""
         ...

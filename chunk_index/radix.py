@@ -1,30 +1,35 @@
 """The radix tree of chunk keys: parents and children, what protects a node, eviction order.
 
-Knows records and the order of use. Does not know documents, expiry times other than to stop a match
-at them, readers' identities, payloads or threads.
+Knows records and the order of use. Does not know documents, quotas, expiry times other than to stop
+a match at them, readers' identities, payloads, clocks or threads.
 
-A node is *protected* while it is held or pinned or a child of it is protected; all others stand in
-one of two queues, each from least to most recently used:
+A node is *protected* while it is held or pinned or a child of it is protected. All others stand in
+a queue by their priority, see `policy`, whose clock counts uses here. Owners that were set apart
+have a queue each, all others share one:
 
-    evicted first → | fresh: not hit since stored | proven: hit since | → evicted last
+    evicted first → | lowest priority . . . . . . . . . highest priority | → evicted last
+                       deepest nodes        their ancestors, always behind them
 
-A use of a node is also a use of its ancestors, and they are queued after it. So every node stands
-behind all nodes below it, any leading part of the queues is a leaf-first plan, and eviction needs
-no search. Two queues as in segmented LRU (Karedla, Love, Wherry: Caching strategies to improve disk
-system performance, IEEE Computer 27(3), 1994).
+A priority is one integer, `(time of last use + bonus) << 40 | serial number`. So no two are equal,
+and what is lifted above its child takes the child's value and a newer number. Every node, queued or
+not, is above all nodes below it: any leading part of the queues is a leaf-first plan, and eviction
+needs no search.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
+from sortedcontainers import SortedDict  # type: ignore[import-untyped]
+
+from sglang_ext.chunk_index import policy
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.index import NodeRecord
 
-_PROVEN_SHARE = 0.8  # of evictable bytes; the rest gives new nodes time to be hit
+_START_AGE = 1024.0  # uses, until a victim is seen; orders nodes only, so its size hardly matters
+_SERIAL_BITS = 40
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +43,8 @@ class Node:
     num_holds: int = 0
     num_hits: int = 0
     last_hit_ms: int | None = None
-    is_proven: bool = False
+    last_use: int = 0
+    priority: int = 0
 
     @property
     def is_protected(self) -> bool:
@@ -47,19 +53,27 @@ class Node:
 
 
 class _Queue:
-    """Nodes from least to most recently used, and the sum of their bytes."""
+    """Unprotected nodes by priority, and the sum of their bytes."""
 
     def __init__(self) -> None:
-        self.nodes: OrderedDict[ChunkKey, Node] = OrderedDict()
+        self.nodes: SortedDict = SortedDict()  # priority → Node
         self.num_bytes = 0
 
-    def append(self, node: Node) -> None:
-        self.nodes[node.record.key] = node
+    def add(self, node: Node) -> None:
+        self.nodes[node.priority] = node
         self.num_bytes += node.record.payload_bytes
 
     def remove(self, node: Node) -> None:
-        del self.nodes[node.record.key]
+        del self.nodes[node.priority]
         self.num_bytes -= node.record.payload_bytes
+
+    def leading(self, max_bytes: int) -> Iterator[Node]:
+        """Nodes in order, up to the first that `max_bytes` has no room for."""
+        for node in self.nodes.values():
+            max_bytes -= node.record.payload_bytes
+            if max_bytes < 0:
+                return
+            yield node
 
 
 class RadixTree:
@@ -68,8 +82,12 @@ class RadixTree:
     def __init__(self) -> None:
         self._nodes: dict[ChunkKey, Node] = {}
         self._num_bytes = 0
-        self._fresh = _Queue()
-        self._proven = _Queue()
+        self._shared = _Queue()
+        self._apart: dict[str, _Queue] = {}  # by owner
+        self._time = 0  # uses so far
+        self._serial = 0
+        self._age = _START_AGE
+        self._mean_cost = 0.0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -85,27 +103,40 @@ class RadixTree:
     @property
     def evictable_bytes(self) -> int:
         """Payload bytes of the nodes that nothing protects."""
-        return self._fresh.num_bytes + self._proven.num_bytes
+        return self._shared.num_bytes + sum(queue.num_bytes for queue in self._apart.values())
+
+    @property
+    def owners_apart(self) -> tuple[str, ...]:
+        """Owners that `set_apart` gave a queue of their own."""
+        return tuple(self._apart)
 
     def get(self, key: ChunkKey) -> Node | None:
         """The node of that key. Changes nothing."""
         return self._nodes.get(key)
 
-    def match(self, path: Sequence[ChunkKey], now_ms: int) -> int:
-        """Number of leading keys of `path` that are present, linked and unexpired.
+    def leading(self, path: Sequence[ChunkKey], now_ms: int) -> list[Node]:
+        """The nodes of leading keys that are present, linked and unexpired. Changes nothing."""
+        found: list[Node] = []
+        parent: Node | None = None
+        for key in path:
+            node = self._nodes.get(key)
+            if node is None or node.parent is not parent or node.record.is_expired(now_ms):
+                break
+            found.append(node)
+            parent = node
+        return found
 
-        Modifies statistics and recency of those.
+    def match(self, path: Sequence[ChunkKey], now_ms: int) -> list[Node]:
+        """As `leading`; modifies statistics and recency of what it returns.
+
+        The deepest is used first, so that parents are used after their children.
         """
-        matched = self._leading_nodes(path, now_ms)
-        for node in reversed(matched):
-            if not node.is_protected:
-                self._queue_of(node).remove(node)
+        matched = self.leading(path, now_ms)
+        for node in matched:
             node.num_hits += 1
             node.last_hit_ms = now_ms
-            node.is_proven = True
-            if not node.is_protected:
-                self._queue_of(node).append(node)
-        return len(matched)
+        self._use(matched)
+        return matched
 
     def insert(self, record: NodeRecord) -> Node | None:
         """Add a node below its parent, which counts as used; None if the parent is absent.
@@ -116,15 +147,30 @@ class RadixTree:
         parent = None if record.parent is None else self._nodes.get(record.parent)
         if record.parent is not None and parent is None:
             return None
+        self._learn_cost(record)
         node = Node(record, parent)
         self._nodes[record.key] = node
         self._num_bytes += record.payload_bytes
+        node.priority = self._next_priority(node)
         if parent is not None:
             parent.children[record.key] = node
-        self._protect_ancestors(node)
-        if not node.is_protected:
-            self._unprotect(node)
+            self._use([parent])
+            self._lift_ancestors(node)
+        if node.is_protected:
+            self._protect_ancestors(node)
+        else:
+            self._queue_of(node).add(node)
         return node
+
+    def replace(self, node: Node, record: NodeRecord) -> None:
+        """Give a node a new record of the same key, parent, size and owner; pins take effect."""
+        was_protected = node.is_protected
+        node.record = record
+        if node.is_protected and not was_protected:
+            self._queue_of(node).remove(node)
+            self._protect_ancestors(node)
+        elif was_protected and not node.is_protected:
+            self._unprotect(node)
 
     def remove(self, top: Node) -> tuple[Node, ...]:
         """Take a node and all below it out of the tree; returns them, children before parents."""
@@ -153,43 +199,55 @@ class RadixTree:
 
     def release(self, node: Node) -> None:
         """Count one reader less; the last one's leaving is a use."""
+        if node.num_holds == 1:
+            self._use([node])
         node.num_holds -= 1
         if not node.is_protected:
             self._unprotect(node)
 
-    def victims(self, num_bytes: int) -> tuple[Node, ...]:
+    def set_apart(self, owner: str) -> None:
+        """Give an owner a queue of its own; looks at every node in the shared one."""
+        if owner not in self._apart:
+            self._apart[owner] = _Queue()
+            self._requeue(self._shared, owner)
+
+    def set_together(self, owner: str) -> None:
+        """Undo `set_apart`, if it was done."""
+        queue = self._apart.pop(owner, None)
+        if queue is not None:
+            self._requeue(queue, owner)
+
+    def victims(self, num_bytes: int, limits: Mapping[str, int]) -> tuple[Node, ...]:
         """The nodes to evict for at least `num_bytes`, in order; empty if that is impossible.
 
-        Changes nothing. Time grows with the number of victims only.
+        Changes nothing. Time grows with the number of victims and of `limits` only, unless nodes of
+        one owner stand below another's.
+
+        Args:
+            num_bytes: Bytes wanted.
+            limits: Owners set apart that may lose nodes, and the most bytes each may lose. Owners
+                not set apart may lose everything.
         """
-        if not 0 < num_bytes <= self.evictable_bytes:
+        parts = [(self._apart[owner], most) for owner, most in limits.items()]
+        parts.append((self._shared, self._shared.num_bytes))
+        if num_bytes > sum(min(queue.num_bytes, most) for queue, most in parts):
             return ()
-        plan: list[Node] = []
-        freed = 0
-        for node in chain(self._fresh.nodes.values(), self._proven.nodes.values()):
-            plan.append(node)
-            freed += node.record.payload_bytes
-            if freed >= num_bytes:
-                break
-        return tuple(plan)
+        queued = [queue.leading(most) for queue, most in parts]
+        return _plan(num_bytes, heapq.merge(*queued, key=lambda node: node.priority))
 
-    def evict(self, plan: Sequence[Node]) -> None:
-        """Remove planned victims, in order, then let the longest unused proven nodes go fresh.
+    def victims_of(self, owner: str, num_bytes: int) -> tuple[Node, ...]:
+        """As `victims`, of one owner; looks at others' nodes too if it is not set apart."""
+        queue = self._apart.get(owner, self._shared)
+        if num_bytes > queue.num_bytes:
+            return ()
+        return _plan(num_bytes, (n for n in queue.nodes.values() if n.record.owner == owner))
 
-        Without that a past working set, once proven, would leave no room for new nodes to be hit.
-        """
-        for node in plan:
-            assert not node.is_protected, "a victim is unprotected"
-            assert not node.children, "a victim is a leaf when its turn comes"
-            self.remove(node)
-        while self._proven.nodes:
-            oldest = next(iter(self._proven.nodes.values()))
-            left = self._proven.num_bytes - oldest.record.payload_bytes
-            if left < _PROVEN_SHARE * self.evictable_bytes:
-                break
-            self._proven.remove(oldest)
-            oldest.is_proven = False
-            self._fresh.append(oldest)
+    def evict(self, victim: Node) -> None:
+        """Remove an unprotected leaf; modifies the running mean of victims' ages too."""
+        assert not victim.is_protected, "a victim is unprotected"
+        assert not victim.children, "a victim is a leaf when its turn comes"
+        self._age = policy.smoothed(self._age, self._time - victim.last_use)
+        self.remove(victim)
 
     def check_integrity(self) -> None:
         """Verify links, protection counts, queues, their order and all sums.
@@ -197,18 +255,18 @@ class RadixTree:
         Raises:
             AssertionError: One does not hold.
         """
-        queued = [*self._fresh.nodes, *self._proven.nodes]
-        position = {key: index for index, key in enumerate(queued)}
-        assert len(position) == len(queued), "no node stands in both queues"
-        assert position.keys() == {k for k, n in self._nodes.items() if not n.is_protected}
+        queues = [self._shared, *self._apart.values()]
+        queued = {node.record.key: node for q in queues for node in q.nodes.values()}
+        assert queued == {key: node for key, node in self._nodes.items() if not node.is_protected}
+        assert len({node.priority for node in self}) == len(self), "no two priorities are equal"
         for key, node in self._nodes.items():
             assert node.record.key == key
             self._check_links(node)
-            if not node.is_protected:
-                assert key in self._queue_of(node).nodes
-                assert all(position[child] < position[key] for child in node.children)
+            assert all(child.priority < node.priority for child in node.children.values())
         assert self._num_bytes == sum(node.record.payload_bytes for node in self)
-        for queue in (self._fresh, self._proven):
+        for queue in queues:
+            assert all(node.priority == at for at, node in queue.nodes.items())
+            assert all(self._queue_of(node) is queue for node in queue.nodes.values())
             total = sum(node.record.payload_bytes for node in queue.nodes.values())
             assert queue.num_bytes == total
 
@@ -226,19 +284,60 @@ class RadixTree:
         assert node.num_protected_children == protected
         assert node.num_holds >= 0
 
-    def _leading_nodes(self, path: Sequence[ChunkKey], now_ms: int) -> list[Node]:
-        found: list[Node] = []
-        parent: Node | None = None
-        for key in path:
-            node = self._nodes.get(key)
-            if node is None or node.parent is not parent or node.record.is_expired(now_ms):
-                break
-            found.append(node)
-            parent = node
-        return found
+    def _learn_cost(self, record: NodeRecord) -> None:
+        if record.compute_us > 0:
+            cost = record.compute_us / max(record.payload_bytes, 1)
+            self._mean_cost = policy.smoothed(self._mean_cost, cost)
+
+    def _next_priority(self, node: Node) -> int:
+        """Count a use of a node; the priority it has by that."""
+        self._time += 1
+        node.last_use = self._time
+        record = node.record
+        worth = policy.worth(record.compute_us, record.payload_bytes, self._mean_cost)
+        return self._unique(self._time + policy.bonus(node.num_hits, worth, self._age))
+
+    def _unique(self, value: int) -> int:
+        """A priority that no other node has, above all given before for the same value."""
+        self._serial += 1
+        return value << _SERIAL_BITS | self._serial
+
+    def _use(self, path: Sequence[Node]) -> None:
+        """Count a use of a part of a chain, the deepest first; nobody's priority falls by it."""
+        below: Node | None = None
+        for node in reversed(path):
+            priority = max(node.priority, self._next_priority(node))
+            if below is not None and priority < below.priority:
+                priority = self._unique(below.priority >> _SERIAL_BITS)
+            self._move(node, priority)
+            below = node
+        if path:
+            self._lift_ancestors(path[0])
+
+    def _lift_ancestors(self, node: Node) -> None:
+        """Let no ancestor stand below a node whose priority rose."""
+        while (parent := node.parent) is not None and parent.priority < node.priority:
+            self._move(parent, self._unique(node.priority >> _SERIAL_BITS))
+            node = parent
+
+    def _move(self, node: Node, priority: int) -> None:
+        """Give a node another priority, and its place by it if it is queued."""
+        if node.is_protected:
+            node.priority = priority
+            return
+        queue = self._queue_of(node)
+        queue.remove(node)
+        node.priority = priority
+        queue.add(node)
 
     def _queue_of(self, node: Node) -> _Queue:
-        return self._proven if node.is_proven else self._fresh
+        return self._apart.get(node.record.owner, self._shared)
+
+    def _requeue(self, queue: _Queue, owner: str) -> None:
+        """Take an owner's nodes out of a queue and put them where they belong now."""
+        for node in [n for n in queue.nodes.values() if n.record.owner == owner]:
+            queue.remove(node)
+            self._queue_of(node).add(node)
 
     def _protect_ancestors(self, node: Node) -> None:
         """Count a newly protected node in its parent, and so on up to one protected already."""
@@ -251,18 +350,34 @@ class RadixTree:
             node = parent
 
     def _unprotect(self, node: Node) -> None:
-        """Queue a node that nothing protects any more, as the most recently used."""
-        self._queue_of(node).append(node)
+        """Queue a node that nothing protects any more, and ancestors that it alone protected."""
+        self._queue_of(node).add(node)
         self._unprotect_ancestors(node)
 
     def _unprotect_ancestors(self, node: Node) -> None:
-        """Undo `_protect_ancestors`; queues each ancestor behind the one below it."""
+        """Undo `_protect_ancestors`."""
         while (parent := node.parent) is not None:
             parent.num_protected_children -= 1
             if parent.is_protected:
                 return
-            self._queue_of(parent).append(parent)
+            self._queue_of(parent).add(parent)
             node = parent
+
+
+def _plan(num_bytes: int, nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """Leading nodes of at least `num_bytes`, without those that would leave a child behind."""
+    plan: list[Node] = []
+    num_planned: dict[ChunkKey, int] = {}  # children in the plan, by parent
+    for node in nodes:
+        if num_bytes <= 0:
+            break
+        if num_planned.get(node.record.key, 0) < len(node.children):
+            continue  # a child of another owner stays
+        plan.append(node)
+        num_bytes -= node.record.payload_bytes
+        if node.record.parent is not None:
+            num_planned[node.record.parent] = num_planned.get(node.record.parent, 0) + 1
+    return tuple(plan) if num_bytes <= 0 else ()
 
 
 def _subtree(top: Node) -> tuple[Node, ...]:

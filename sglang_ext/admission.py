@@ -5,13 +5,16 @@ Knows SGLang's prefill adder. Does not decide anything about chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.extend import active_task, settle
 
 
-def make_adder_class(base: Any) -> type:
+def make_adder_class(base: Any, is_waiting: Callable[[Any], bool]) -> type:
     """A subclass of SGLang's PrefillAdder that knows PIC requests.
+
+    `is_waiting` tells of a request whose cached KV is on its way; it stays in the queue.
 
     A PIC request is not cut by `chunked_prefill_size`: most of its tokens are not computed, and
     its passes are split later by what they really compute. Requests that need something from
@@ -26,6 +29,8 @@ def make_adder_class(base: Any) -> type:
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             """Admit one request; see PrefillAdder."""
             settle(req)
+            if is_waiting(req):
+                return _skip()
             is_pic = active_task(req) is not None
             has_pic = any(active_task(other) is not None for other in self.can_run_list)
             if is_pic and not all(map(_shares_batch, self.can_run_list)):

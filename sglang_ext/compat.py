@@ -58,6 +58,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 INIT_SCHEDULER = Target(_SCHEDULER + "__init__", ("self", "server_args", "port_args"))
 CREATE_REQ = Target(_SCHEDULER + "_create_generation_req", ("self", "recv_req", "args", "kwargs"))
 PREFILL_ADDER = Target(_SCHEDULER + "get_prefill_adder_class", ("self",))
+ON_IDLE = Target(_SCHEDULER + "on_idle", ("self",))
 FLUSH_CACHE = Target(_SCHEDULER + "flush_cache", ("self", "empty_cache"))
 RUN_BATCH = Target(
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
@@ -112,6 +113,7 @@ SCHEDULER_TARGETS = (
     INIT_SCHEDULER,
     CREATE_REQ,
     PREFILL_ADDER,
+    ON_IDLE,
     FLUSH_CACHE,
     RUN_BATCH,
     FORWARD,

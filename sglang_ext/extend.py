@@ -19,13 +19,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sglang_ext.chunk_index.cache import ChunkCache, Lease
-from sglang_ext.chunk_index.chunking import ChunkSegment
+from sglang_ext.chunk_index.arena import Lease
+from sglang_ext.chunk_index.cache import ChunkCache
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.spans import Span, clip_spans, subtract_spans
 from sglang_ext.errors import PlanInfeasible
 from sglang_ext.kv_pool import KvPool, Piece, SegmentKV
 from sglang_ext.recompute.planning import (
+    Chunk,
     Miss,
     Placement,
     PromptPlan,
@@ -157,16 +158,20 @@ class PicExecutor:
         if job.num_tokens < len(task.token_ids):
             raise PlanInfeasible("chunked", f"{job.num_tokens} of {len(task.token_ids)} tokens")
         report = task.report
+        loaded = {} if task.prefetch is None else task.prefetch.payloads
         with _timed(report, "lookup"):
-            lease = self._cache.acquire([c.segments for c in task.chunks], self._now_ms())
+            lease = self._cache.acquire(task.paths, self._now_ms())
         with lease:
             with _timed(report, "lookup"):
-                self._load(job, task, lease)
-                known = [key for key in computed if key not in job.payloads]
-                job.payloads.update((key, computed[key]) for key in known)
-                hits = resolve_hits(task.chunks, lease.num_hits, known, job.prefix_len)
+                at_hand = {**loaded, **computed}
+                chunks, indices = task.choose_chunks(lease.num_hits, at_hand)
+                self._load(job, chunks, indices, lease)
+                known = [key for key in at_hand if key not in job.payloads]
+                job.payloads.update((key, at_hand[key]) for key in known)
+                num_hits = [lease.num_hits[index] for index in indices]
+                hits = resolve_hits(chunks, num_hits, known, job.prefix_len)
                 plan = plan_prompt(
-                    task.chunks,
+                    chunks,
                     hits,
                     task.selection,
                     job.prefix_len,
@@ -176,15 +181,32 @@ class PicExecutor:
             with _timed(report, "misses"):
                 self._compute_misses(job, task, plan, computed, batch, forward)
             with _timed(report, "place"):
-                report.bytes_loaded = self._place_all(job, plan)
-            _fill_report(report, plan, bool(known) or any(lease.num_hits))
+                report.bytes_loaded["host"] = self._place_all(job, plan)
+            _fill_report(report, plan, bool(known) or any(num_hits))
+            self._annotate(task, chunks, hits)
         return plan
 
-    def _load(self, job: _Job, task: PicTask, lease: Lease[SegmentKV]) -> None:
-        for index, chunk in enumerate(task.chunks):
+    def _load(
+        self,
+        job: _Job,
+        chunks: Sequence[Chunk],
+        indices: Sequence[int],
+        lease: Lease[SegmentKV],
+    ) -> None:
+        for index, chunk in zip(indices, chunks, strict=True):
             payloads = lease.payloads(index)
             for segment, payload in zip(chunk.segments, payloads, strict=False):
                 job.payloads[segment.key] = payload
+
+    def _annotate(self, task: PicTask, chunks: Sequence[Chunk], hits: Sequence[int]) -> None:
+        """Let a request's documents, life time and pin apply to what it found, as if stored."""
+        if not task.life.is_given or not task.keeps_chunks:
+            return
+        kept = chunks if task.keeps_query else chunks[:-1]
+        for chunk, num_hits in zip(kept, hits, strict=False):
+            if task.is_own(chunk):
+                for segment in chunk.segments[:num_hits]:
+                    self._cache.annotate(segment, self._now_ms(), task.life)
 
     def _compute_misses(
         self,
@@ -224,26 +246,22 @@ class PicExecutor:
             table = job.slots[span.start : span.end]
             ids = job.token_ids[span.start : span.end]
             rows.append(Row(job.req, ids, (local,), table, is_own=False))
+        started = time.perf_counter()
         self._rows.run(rows, batch, forward)
-        for miss in misses:
-            for segment in miss.missing:
-                payload = self._pool.capture(job.slots[segment.span.start : segment.span.end])
-                job.payloads[segment.key] = computed[segment.key] = payload
-                is_query = miss.chunk_span.end == task.chunks[-1].span.end
-                if task.keeps_query or (task.keeps_chunks and not is_query):
-                    self._store(task, segment, payload)
-
-    def _store(self, task: PicTask, segment: ChunkSegment, payload: SegmentKV) -> None:
-        options = task.options
-        self._cache.store(
-            segment,
-            payload,
-            self._now_ms(),
-            doc_ids=options.doc_ids,
-            ttl_ms=None if options.ttl_s is None else int(options.ttl_s * 1e3),
-            pinned=options.is_pinned,
-            owner=task.owner,
-        )
+        captured = [
+            (miss, segment, self._pool.capture(job.slots[segment.span.start : segment.span.end]))
+            for miss in misses
+            for segment in miss.missing
+        ]
+        num_tokens = sum(run.num_tokens for row in rows for run in row.runs)
+        self._cache.compute_cost.observe(num_tokens, (time.perf_counter() - started) * 1e3)
+        own = {segment.key for chunk in task.chunks for segment in chunk.segments}
+        for miss, segment, payload in captured:
+            job.payloads[segment.key] = computed[segment.key] = payload
+            is_query = miss.chunk_span.end == task.chunks[-1].span.end
+            is_kept = task.keeps_query or (task.keeps_chunks and not is_query)
+            if is_kept and segment.key in own:
+                self._cache.store(segment, payload, self._now_ms(), task.life)
 
     def _place_all(self, job: _Job, plan: PromptPlan) -> int:
         """Place hits and fresh misses at their positions; returns the bytes written."""

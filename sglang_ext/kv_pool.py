@@ -6,6 +6,7 @@ plans or the index; is told slots and gets them right.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_ext.errors import UnsupportedSGLang
+from sglang_ext.errors import PayloadLost, UnsupportedSGLang
 from sglang_ext.recompute.reencode import Rotation, plan_rotation, reencode_keys
 from sglang_ext.recompute.rope import RopeSpec, rope_spec_from_module
 
@@ -40,6 +41,41 @@ class SegmentKV:
     def buffer(self) -> memoryview:
         """All bytes of `data`, without a copy."""
         return self.data.view(torch.uint8).numpy().data.cast("B")
+
+
+class SegmentCodec:
+    """Describes payloads of one model to other processes, and makes room for theirs.
+
+    See `PayloadCodec`; the form is a dtype's name and a shape.
+    """
+
+    def __init__(self, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._shape = (num_layers, 2, num_heads, head_dim)
+        self._dtype = dtype
+        self._is_pinned = torch.cuda.is_available()
+
+    def describe(self, payload: SegmentKV) -> bytes:
+        """Dtype and shape, such as `bfloat16 30 2 256 3 64`."""
+        shape = " ".join(map(str, payload.data.shape))
+        return f"{_dtype_name(payload.data.dtype)} {shape}".encode()
+
+    def allocate(self, form: bytes, num_tokens: int, num_bytes: int) -> SegmentKV:
+        """A payload with undefined content for `num_tokens`.
+
+        Raises:
+            PayloadLost: `foreign`; the form is not this model's, or not of `num_bytes`.
+        """
+        layers, parts, heads, dim = self._shape
+        shape = (layers, parts, num_tokens, heads, dim)
+        expected = f"{_dtype_name(self._dtype)} {' '.join(map(str, shape))}".encode()
+        size = math.prod(shape) * self._dtype.itemsize
+        if form != expected or num_bytes != size:
+            raise PayloadLost("foreign", f"form {form[:80]!r} with {num_bytes} bytes")
+        return SegmentKV(torch.empty(shape, dtype=self._dtype, pin_memory=self._is_pinned))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Piece(NamedTuple):
@@ -105,6 +141,12 @@ class KvPool:
         """Bytes of K and V of all layers."""
         key = self._keys[0]
         return 2 * self.num_layers * key.shape[1] * key.shape[2] * key.element_size()
+
+    @property
+    def codec(self) -> SegmentCodec:
+        """Describes this pool's payloads, and makes room for others of the same form."""
+        heads, dim = self._keys[0].shape[1:]
+        return SegmentCodec(self.num_layers, heads, dim, self._keys[0].dtype)
 
     def capture(self, slots: Tensor) -> SegmentKV:
         """Copy the KV at `slots` out. Changes nothing.

@@ -12,9 +12,9 @@ from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.chunk_index.cache import CacheStats
+from sglang_ext.chunk_index.tier import TierStats
 from sglang_ext.report import PicReport
 
-TIER = "host"
 SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -72,7 +72,17 @@ SPECS: Mapping[str, MetricSpec] = {
         "Counter", "sglang_pic_segments", "Segments looked up, by result.", ("tier", "result")
     ),
     "loaded": MetricSpec(
-        "Counter", "sglang_pic_loaded_bytes", "Bytes of chunk KV placed in prompts.", ("tier",)
+        "Counter",
+        "sglang_pic_loaded_bytes",
+        "Bytes of chunk KV: host, placed in prompts; other tiers, brought into host memory.",
+        ("tier",),
+    ),
+    "left": MetricSpec(
+        "Counter",
+        "sglang_pic_left_segments",
+        "Cached segments of lower tiers that were not waited for: declined, since computing them "
+        "is faster, or late.",
+        ("why",),
     ),
     "stores": MetricSpec(
         "Counter",
@@ -86,10 +96,30 @@ SPECS: Mapping[str, MetricSpec] = {
     "failures": MetricSpec(
         "Counter",
         "sglang_pic_load_failures",
-        "Hits whose KV was missing or damaged; each became a miss.",
+        "Hits whose KV was missing or damaged, by reason; each became a miss.",
+        ("tier", "reason"),
+    ),
+    "unavailable": MetricSpec(
+        "Counter",
+        "sglang_pic_tier_unavailable",
+        "Calls that failed since a tier's index or store could not be reached; each was a miss.",
         ("tier",),
     ),
-    "entries": MetricSpec("Gauge", "sglang_pic_index_entries", "Segments in the index."),
+    "ready": MetricSpec(
+        "Gauge", "sglang_pic_tier_ready", "1 once a tier was written, read and measured.", ("tier",)
+    ),
+    "queued": MetricSpec(
+        "Gauge", "sglang_pic_write_queue_bytes", "Bytes that wait to be written.", ("tier",)
+    ),
+    "unwritten": MetricSpec(
+        "Counter",
+        "sglang_pic_unwritten_segments",
+        "Segments not written to a tier since its queue was full.",
+        ("tier",),
+    ),
+    "entries": MetricSpec(
+        "Gauge", "sglang_pic_index_entries", "Segments in a tier's index.", ("tier",)
+    ),
     "bytes": MetricSpec("Gauge", "sglang_pic_index_bytes", "Bytes of chunk KV kept.", ("tier",)),
     "budget": MetricSpec(
         "Gauge", "sglang_pic_index_budget_bytes", "Most bytes of chunk KV kept.", ("tier",)
@@ -150,29 +180,49 @@ class Metrics:
             self._of("share").observe(report.recomputed_share)
         for phase, value in report.phase_ms.items():
             self._of("phase", phase=phase).observe(value / 1e3)
-        self._of("loaded", tier=TIER).inc(report.bytes_loaded)
+        for tier, num_bytes in report.bytes_loaded.items():
+            self._of("loaded", tier=tier).inc(num_bytes)
+        self._of("left", why="declined").inc(report.declined)
+        self._of("left", why="late").inc(report.late)
 
     def observe(self, stats: CacheStats) -> None:
         """Bring gauges and counters to the cache's totals."""
         if not self._collectors:
             return
         last, self._last = self._last, stats
-        self._of("entries").set(stats.num_entries)
         self._of("held").set(stats.num_held)
-        self._of("bytes", tier=TIER).set(stats.used_bytes)
-        self._of("budget", tier=TIER).set(stats.budget_bytes)
+        self._observe_tier(stats.arena, last.arena if last else None)
+        same_tiers = last is not None and len(last.lower) == len(stats.lower)
+        for index, lower in enumerate(stats.lower):
+            old = last.lower[index] if last is not None and same_tiers else None
+            name = lower.tier.name
+            self._observe_tier(lower.tier, old.tier if old else None)
+            self._of("ready", tier=name).set(lower.is_ready)
+            self._of("queued", tier=name).set(lower.queued_bytes)
+            grown = lower.num_unwritten - (old.num_unwritten if old else 0)
+            self._of("unwritten", tier=name).inc(grown)
+
+    def _observe_tier(self, stats: TierStats, last: TierStats | None) -> None:
+        tier = stats.name
+        self._of("entries", tier=tier).set(stats.num_entries)
+        self._of("bytes", tier=tier).set(stats.used_bytes)
+        self._of("budget", tier=tier).set(stats.budget_bytes or 0)
         for key, labels, name in (
             ("segments", {"result": "hit"}, "num_hits"),
             ("segments", {"result": "miss"}, "num_misses"),
             ("stores", {"result": "stored"}, "num_stores"),
             ("evictions", {}, "num_evictions"),
-            ("failures", {}, "load_failures"),
+            ("unavailable", {}, "num_unavailable"),
         ):
             grown = getattr(stats, name) - (getattr(last, name) if last else 0)
-            self._of(key, tier=TIER, **labels).inc(grown)
-        for reason, total in stats.refusals.items():
-            grown = total - (last.refusals[reason] if last else 0)
-            self._of("stores", tier=TIER, result=reason).inc(grown)
+            self._of(key, tier=tier, **labels).inc(grown)
+        for key, label, name in (
+            ("stores", "result", "refusals"),
+            ("failures", "reason", "load_failures"),
+        ):
+            before = getattr(last, name) if last else {}
+            for reason, total in getattr(stats, name).items():
+                self._of(key, tier=tier, **{label: reason}).inc(total - before.get(reason, 0))
 
     def _of(self, key: str, **labels: str) -> Any:
         return self._collectors[key].labels(model_name=self._model_name, **labels)

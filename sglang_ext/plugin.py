@@ -219,11 +219,21 @@ def _create_req(
 
 def _prefill_adder(original: Callable[..., Any], scheduler: Any) -> Any:
     base = original(scheduler)
-    if getattr(scheduler, "pic_runtime", None) is None:
+    runtime = getattr(scheduler, "pic_runtime", None)
+    if runtime is None:
         return base
     if getattr(scheduler, "_pic_adder_base", None) is not base:
-        scheduler._pic_adder_base, scheduler._pic_adder = base, make_adder_class(base)
+        scheduler._pic_adder_base = base
+        scheduler._pic_adder = make_adder_class(base, runtime.is_waiting)
     return scheduler._pic_adder
+
+
+def _on_idle(original: Callable[..., Any], scheduler: Any) -> Any:
+    result = original(scheduler)
+    runtime = getattr(scheduler, "pic_runtime", None)
+    if runtime is not None and scheduler.waiting_queue:
+        runtime.pause(scheduler.waiting_queue)
+    return result
 
 
 def _run_batch(
@@ -281,6 +291,7 @@ SCHEDULER_HOOKS: Mapping[Target, Callable[..., Any]] = {
     compat.INIT_SCHEDULER: _init_scheduler,
     compat.CREATE_REQ: _create_req,
     compat.PREFILL_ADDER: _prefill_adder,
+    compat.ON_IDLE: _on_idle,
     compat.FLUSH_CACHE: _flush_cache,
     compat.RUN_BATCH: _run_batch,
     compat.FORWARD: _forward,

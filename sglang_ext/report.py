@@ -59,10 +59,15 @@ class PicReport:
         computed: Tokens that were not cached.
         selected: Tokens the strategy chose in the whole prompt.
         recomputed_share: recomputed / (reused + recomputed); 0 without hits.
-        bytes_loaded: Bytes of cached KV that were placed, from the host arena.
-        phase_ms: Milliseconds in the scheduler process: `lookup` of the index and planning,
-            `misses` computed alone, `place`, `patch` in context; and across these `own`, what is
-            neither SGLang's forward nor a copy of KV. A batch's patch is every member's.
+        bytes_loaded: Bytes of cached KV: `host` what was placed, all of it from host memory by
+            then; `disk` and `shared`, where there are such tiers, what this request brought from
+            there.
+        declined: Cached segments of lower tiers that are faster computed than loaded.
+        late: Payloads that did not come before waiting any longer had cost more than computing.
+        phase_ms: Milliseconds in the scheduler process: `load`, waiting for lower tiers, `lookup`
+            of the index and planning, `misses` computed alone, `place`, `patch` in context; and
+            across these `own`, what is neither SGLang's forward nor a copy of KV. A batch's patch
+            is every member's.
     """
 
     strategy: str
@@ -77,13 +82,16 @@ class PicReport:
     computed: int = 0
     selected: int = 0
     recomputed_share: float = 0.0
-    bytes_loaded: int = 0
+    bytes_loaded: dict[str, int] = field(default_factory=lambda: {"host": 0})
+    declined: int = 0
+    late: int = 0
     phase_ms: dict[str, float] = field(default_factory=dict)
 
     def fall_back(self, reason: Reason, detail: str | None = None) -> None:
         """Turn the report into that of a full prefill."""
         self.outcome, self.fallback, self.detail = Outcome.FULL, reason, detail
-        self.exact = self.reused = self.recomputed = self.selected = self.bytes_loaded = 0
+        self.exact = self.reused = self.recomputed = self.selected = 0
+        self.bytes_loaded["host"] = 0
         self.recomputed_share = 0.0
         self.computed = self.prompt_tokens
 
@@ -107,6 +115,8 @@ class PicReport:
             "selected_tokens": self.selected,
             "recomputed_share": round(self.recomputed_share, 6),
             "plan": {"warmup": 0, "probe": 0, "coverage": round(self.recomputed_share, 6)},
-            "bytes_loaded": {"host": self.bytes_loaded},
+            "bytes_loaded": dict(self.bytes_loaded),
+            "declined_segments": self.declined,
+            "late_segments": self.late,
             "ms": {name: round(value, 3) for name, value in self.phase_ms.items()},
         }

@@ -6,26 +6,27 @@ how SGLang's functions are wrapped (`plugin`).
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
+from threading import Event
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from sglang_ext import compat
-from sglang_ext.chunk_index.cache import ChunkCache
-from sglang_ext.chunk_index.identity import ChunkKey, root_key
-from sglang_ext.chunk_index.memory_index import MemoryIndex
-from sglang_ext.chunk_index.payloads import HostStore
+from sglang_ext import compat, tiers
+from sglang_ext.chunk_index.cache import LifeCycle
+from sglang_ext.chunk_index.identity import RootKey, model_id, owner_id, root_key
+from sglang_ext.chunk_index.upkeep import Upkeep
 from sglang_ext.config import ExtConfig
 from sglang_ext.errors import ExtError
 from sglang_ext.extend import PicExecutor, active_task, deactivate, settle
 from sglang_ext.fingerprint import model_fingerprint
-from sglang_ext.kv_pool import KvPool, SegmentKV, layer_rope_of
+from sglang_ext.kv_pool import KvPool, layer_rope_of
 from sglang_ext.metrics import Metrics
+from sglang_ext.recompute.planning import Chunk
 from sglang_ext.report import PicReport, Reason
 from sglang_ext.request import (
     DEFAULT_NAMESPACE,
@@ -43,6 +44,7 @@ from sglang_ext.task import PicTask, cut_prompt, select_tokens
 logger = logging.getLogger(__name__)
 
 ROOTS_KEPT = 4096
+WAIT_S = 0.002
 UNBOUNDED = 1 << 31
 TOLD_REASONS = {Reason.CHAT_TEMPLATE.value, Reason.MULTIMODAL.value, Reason.TOO_MANY_CHUNKS.value}
 """What the HTTP process may say of a request it did not cut."""
@@ -78,10 +80,13 @@ class PicRuntime:
         self._pending: Any = None
         self._off_reason: str | None = None
         self.metrics = Metrics.create(scheduler)
-        self.cache: ChunkCache[SegmentKV] = ChunkCache(
-            MemoryIndex(), HostStore(config.index.arena_bytes), config.index.verify
-        )
+        self.cache = tiers.build_cache(config.index)
+        self._upkeep: Upkeep | None = None
+        self._has_loaded = Event()
         self._root_of = lru_cache(maxsize=ROOTS_KEPT)(self._make_root)
+        self._owner_of = lru_cache(maxsize=ROOTS_KEPT)(
+            lambda namespace: owner_id(namespace, config.index.secret)
+        )
         try:
             self._start(scheduler)
         except Exception as exc:
@@ -101,10 +106,13 @@ class PicRuntime:
         pool = KvPool(runner.token_to_kv_pool, rope)
         rows = RowRunner(runner, _pass_limits(runner, scheduler))
         self._fingerprint = model_fingerprint(runner)
+        self._model = model_id(self._fingerprint)
+        run_self_test(scheduler, rows, pool)
+        self.cache, self._upkeep = tiers.start_tiers(self._config.index, pool, lambda: self._model)
+        self.cache.when_loaded(self._has_loaded.set)
         self._executor = PicExecutor(
             rows, pool, self.cache, runner.req_to_token_pool.req_to_token, now_ms
         )
-        run_self_test(scheduler, rows, pool)
 
     def _announce(self) -> None:
         self.metrics.set_active(self._off_reason)
@@ -159,10 +167,11 @@ class PicRuntime:
         if reason is None:
             salt = "\0".join((recv_req.cache_salt or "", recv_req.extra_key or ""))
             root = self._root_of(options.namespace, salt)
-            task.owner = _owner_of(root)
-            task.chunks = cut_prompt(
-                prompt, options.bounds or (), root, self._config.index.segment_len
-            )
+            task.life = self._life_of(options)
+            task.chunks = self._cut(prompt, options, root)
+            if self._reads_pool(options):
+                pool_root = self._root_of(self._config.index.pool, salt)
+                task.pool_chunks = self._cut(prompt, options, pool_root)
             report.num_chunks = len(task.chunks)
             if len(task.chunks) < 2 and not self._helps_single(task):
                 reason = Reason.SINGLE_CHUNK
@@ -171,7 +180,26 @@ class PicRuntime:
             return task
         task.selection = select_tokens(task.chunks, options)
         task.is_active = True
+        task.prefetch = self.cache.prefetch(task.paths, now_ms())
         return task
+
+    def _cut(
+        self, prompt: npt.NDArray[np.int64], options: RequestOptions, root: RootKey
+    ) -> tuple[Chunk, ...]:
+        return cut_prompt(prompt, options.bounds or (), root, self._config.index.segment_len)
+
+    def _reads_pool(self, options: RequestOptions) -> bool:
+        pool = self._config.index.pool
+        return pool is not None and options.namespace != pool
+
+    def _life_of(self, options: RequestOptions) -> LifeCycle:
+        return LifeCycle(
+            owner=self._owner_of(options.namespace),
+            model=self._model,
+            doc_ids=options.doc_ids,
+            ttl_ms=None if options.ttl_s is None else int(options.ttl_s * 1e3),
+            pinned=options.is_pinned,
+        )
 
     def _why_full(self, options: RequestOptions, recv_req: Any) -> Reason | None:
         if not self.is_on:
@@ -191,11 +219,34 @@ class PicRuntime:
         """Whether a prompt of one chunk has something to load or to keep."""
         if task.keeps_query or not task.chunks:
             return bool(task.chunks)
-        with self.cache.acquire([task.chunks[0].segments[:1]], now_ms()) as lease:
-            return any(lease.num_hits)
+        return self.cache.knows([path[:1] for path in task.paths], now_ms())
 
-    def _make_root(self, namespace: str, salt: str) -> ChunkKey:
+    def _make_root(self, namespace: str, salt: str) -> RootKey:
         return root_key(self._fingerprint, namespace, self._config.index.secret, salt)
+
+    def is_waiting(self, req: Any) -> bool:
+        """Whether a request's cached KV is still on its way, and waiting for it can pay.
+
+        Modifies the request's report, once, when the waiting is over.
+        """
+        task = active_task(req)
+        if task is None or task.prefetch is None or task.prefetch.is_settled:
+            return False
+        prefetch = task.prefetch
+        if not prefetch.check(time.monotonic()):
+            return True
+        report = task.report
+        report.phase_ms["load"] = prefetch.waited_ms
+        report.declined, report.late = prefetch.num_declined, prefetch.num_late
+        for index, lower in enumerate(self.cache.lower):
+            report.bytes_loaded[lower.tier.name] = prefetch.num_bytes[index]
+        return False
+
+    def pause(self, waiting: Iterable[Any]) -> None:
+        """Sleep for a moment if all there is to do is to wait for a payload."""
+        if any(self.is_waiting(req) for req in waiting):
+            self._has_loaded.wait(WAIT_S)
+            self._has_loaded.clear()
 
     # Batches
 
@@ -260,21 +311,25 @@ class PicRuntime:
     # Caches
 
     def flush(self) -> None:
-        """Forget every cached chunk."""
-        self.cache.clear()
+        """Forget every chunk that this server alone keeps; what it shares stays."""
+        self.cache.forget_local()
         self.metrics.observe(self.cache.stats())
 
     def weights_changed(self) -> None:
         """Name the model anew and forget what the old one computed."""
         if self.is_on:
+            old_model = self._model
             self._fingerprint = model_fingerprint(self._runner)
+            self._model = model_id(self._fingerprint)
             self._root_of.cache_clear()
-            self.flush()
+            if old_model != self._model:
+                self.cache.forget_model(old_model)
+            self.metrics.observe(self.cache.stats())
 
 
 def now_ms() -> int:
-    """Milliseconds of a clock that only goes forward."""
-    return int(time.monotonic() * 1e3)
+    """Milliseconds since the epoch, which other servers and later runs share."""
+    return int(time.time() * 1e3)
 
 
 def _log(rid: str, report: PicReport) -> None:
@@ -293,10 +348,6 @@ def _log(rid: str, report: PicReport) -> None:
         report.recomputed_share,
         report.phase_ms.get("own", 0.0),
     )
-
-
-def _owner_of(root: ChunkKey) -> str:
-    return hashlib.blake2b(root, digest_size=8, person=b"pic-owner").hexdigest()
 
 
 def _pass_limits(runner: Any, scheduler: Any) -> PassLimits:

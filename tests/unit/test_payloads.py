@@ -1,53 +1,41 @@
-"""The host store counts every byte and never takes more than its budget."""
+"""The host store keeps payload objects themselves; checksums find every flipped bit."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_ext.chunk_index.payloads import HostStore, payload_checksum
-from tests.strategies import BytesPayload, named_key
-
-A, B = named_key("a"), named_key("b")
-
-
-def payload(num_bytes: int) -> BytesPayload:
-    return BytesPayload(bytearray(num_bytes))
+from sglang_ext.errors import PayloadLost
+from tests.blobs import random_payload, record_of
+from tests.strategies import BytesPayload
 
 
-def test_what_was_put_is_returned_as_it_is() -> None:
-    store: HostStore[BytesPayload] = HostStore(10)
-    kept = payload(10)
-    assert store.put(A, kept)
-    assert store.get(A) is kept
-    assert store.get(B) is None
+def test_what_was_put_is_returned_without_a_copy() -> None:
+    store: HostStore[BytesPayload] = HostStore()
+    payload = random_payload(10)
+    store.put(record_of(payload), payload)
+    assert store.get(record_of(payload)) is payload
 
 
-def test_a_payload_beyond_the_budget_is_refused_and_changes_nothing() -> None:
-    store: HostStore[BytesPayload] = HostStore(10)
-    old = payload(6)
-    assert store.put(A, old)
-    assert not store.put(B, payload(5))
-    assert not store.put(A, payload(11))
-    assert store.get(A) is old
-    assert (store.used_bytes, list(store.keys())) == (6, [A])
+def test_another_payload_of_a_key_replaces_the_first() -> None:
+    store: HostStore[BytesPayload] = HostStore()
+    first, second = random_payload(6, seed=1), random_payload(9, seed=2)
+    store.put(record_of(first), first)
+    store.put(record_of(second), second)
+    assert store.get(record_of(second)) is second
+    assert list(store.records()) == [record_of(second)]
+    with pytest.raises(PayloadLost, match="absent"):
+        store.get(record_of(first))
 
 
-def test_a_replaced_payload_gives_its_bytes_back() -> None:
-    store: HostStore[BytesPayload] = HostStore(10)
-    assert store.put(A, payload(6))
-    assert store.put(A, payload(9))
-    assert store.used_bytes == 9
-
-
-def test_dropping_twice_gives_bytes_back_once() -> None:
-    store: HostStore[BytesPayload] = HostStore(10)
-    store.put(A, payload(6))
-    store.put(B, payload(1))
-    store.drop(A)
-    store.drop(A)
-    assert store.used_bytes == 1
+def test_records_may_be_dropped_while_they_are_listed() -> None:
+    store: HostStore[BytesPayload] = HostStore()
+    payload = random_payload(6)
+    for name in "abc":
+        store.put(record_of(payload, name), payload)
+    for record in store.records():
+        store.drop(record)
+    assert list(store.records()) == []
 
 
 def test_the_checksum_is_pinned_so_that_stored_ones_stay_valid() -> None:
@@ -56,19 +44,7 @@ def test_the_checksum_is_pinned_so_that_stored_ones_stay_valid() -> None:
 
 @pytest.mark.parametrize("bit", [0, 7, 8 * 99 + 3])
 def test_one_flipped_bit_changes_the_checksum(bit: int) -> None:
-    some = payload(100)
+    some = random_payload(100)
     before = payload_checksum(some)
     some.data[bit // 8] ^= 1 << bit % 8
     assert payload_checksum(some) != before
-
-
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 8))))
-def test_used_bytes_are_the_sum_of_what_is_kept(steps: list[tuple[bool, str, int]]) -> None:
-    store: HostStore[BytesPayload] = HostStore(12)
-    for is_put, name, size in steps:
-        if is_put:
-            store.put(named_key(name), payload(size))
-        else:
-            store.drop(named_key(name))
-        kept = [found for key in [*store.keys()] if (found := store.get(key)) is not None]
-        assert store.used_bytes == sum(one.nbytes for one in kept) <= store.budget_bytes

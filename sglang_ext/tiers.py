@@ -1,0 +1,155 @@
+"""Builds a server's chunk cache from its configuration: arena, disk, shared tier, housekeeping.
+
+Knows which classes stand behind which options. Nothing here waits: what cannot be reached at start
+is used once it can, and until then every request is served without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+
+from sglang_ext.chunk_index.arena import Arena
+from sglang_ext.chunk_index.cache import ChunkCache, Samples, TransferLimits
+from sglang_ext.chunk_index.file_store import FileStore
+from sglang_ext.chunk_index.identity import mac_key, owner_id
+from sglang_ext.chunk_index.memory_index import MemoryIndex
+from sglang_ext.chunk_index.near_index import NearIndex
+from sglang_ext.chunk_index.payloads import HostStore, PayloadStore
+from sglang_ext.chunk_index.tier import RemoteTier, Tier
+from sglang_ext.chunk_index.upkeep import Chore, Upkeep
+from sglang_ext.config import DiskConfig, IndexConfig, SharedConfig
+from sglang_ext.kv_pool import KvPool, SegmentCodec, SegmentKV
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+TOTALS_S = 2.0
+COLLECT_S = 5.0
+HEARTBEAT_S = 10.0
+MEASURE_S = 60.0
+SWEEP_S = 600.0
+ORPHAN_S = 3600.0
+"""Age from which a payload without a record is taken for a dead writer's."""
+
+
+def build_cache(config: IndexConfig) -> ChunkCache[SegmentKV]:
+    """The arena alone."""
+    return ChunkCache(_build_arena(config))
+
+
+def start_tiers(
+    config: IndexConfig, pool: KvPool, model: Callable[[], str]
+) -> tuple[ChunkCache[SegmentKV], Upkeep | None]:
+    """The whole cache with its threads.
+
+    Args:
+        config: What to build.
+        pool: Whose payloads are kept.
+        model: Digest of the model served now.
+
+    Returns:
+        The cache, and the thread that looks after it; None without lower tiers.
+    """
+    arena, codec = _build_arena(config), pool.codec
+    lower: list[Tier[SegmentKV]] = []
+    chores: list[Chore] = []
+    if config.disk is not None:
+        disk, disk_chores = _build_disk(config.disk, config, codec)
+        lower.append(disk)
+        chores += disk_chores
+    if config.shared is not None:
+        shared, shared_chores = _build_shared(config.shared, config, codec, model)
+        lower.append(shared)
+        chores += shared_chores
+    limits = TransferLimits(stall_ms=config.stall_ms)
+    cache = ChunkCache(arena, lower, limits)
+    if not lower:
+        return cache, None
+    samples = _take_samples(pool, config.segment_len)
+    chores.append(Chore("measure", MEASURE_S, lambda: cache.measure(samples)))
+    return cache, Upkeep(chores)
+
+
+def _build_arena(config: IndexConfig) -> Arena[SegmentKV]:
+    return Arena(_local_index(config.arena_bytes, config), HostStore(), config.verify)
+
+
+def _local_index(num_bytes: int, config: IndexConfig) -> MemoryIndex:
+    index = MemoryIndex(num_bytes)
+    for namespace, quota in config.quotas.items():
+        index.set_quota(owner_id(namespace, config.secret), quota)
+    return index
+
+
+def _build_disk(
+    disk: DiskConfig, config: IndexConfig, codec: SegmentCodec
+) -> tuple[Tier[SegmentKV], list[Chore]]:
+    store = FileStore(disk.path, codec)
+    tier: Tier[SegmentKV] = Tier("disk", _local_index(disk.num_bytes, config), store)
+    return tier, [
+        Chore("adopt disk", float("inf"), lambda: _adopt(tier)),
+        Chore("collect disk", COLLECT_S, lambda: tier.collect(_now_ms())),
+    ]
+
+
+def _adopt(tier: Tier[SegmentKV]) -> None:
+    started = time.monotonic()
+    num_adopted = tier.adopt()
+    elapsed_s = time.monotonic() - started
+    logger.info("pic tier=disk adopted=%d seconds=%.1f", num_adopted, elapsed_s)
+
+
+def _build_shared(
+    shared: SharedConfig, config: IndexConfig, codec: SegmentCodec, model: Callable[[], str]
+) -> tuple[Tier[SegmentKV], list[Chore]]:
+    from sglang_ext.chunk_index.redis_index import RedisIndex
+    from sglang_ext.chunk_index.redis_link import RedisConfig, RedisLink
+    from sglang_ext.chunk_index.redis_store import RedisStore
+
+    link = RedisLink(
+        RedisConfig(url=shared.url, password=shared.password, deadline_ms=shared.deadline_ms)
+    )
+    remote = RedisIndex(link, shared.num_bytes)
+    index = NearIndex(remote, remote.changes, max_entries=shared.near_entries)
+    key = mac_key(config.secret)
+    store: PayloadStore[SegmentKV]
+    chores: list[Chore] = []
+    if shared.path is None:
+        store = RedisStore(link, codec, key)
+    else:
+        store = files = FileStore(shared.path, codec, key)
+        chores.append(
+            Chore(
+                "sweep shared",
+                SWEEP_S,
+                lambda: files.sweep(
+                    lambda record: remote.show(record.key) is not None, ORPHAN_S, time.time()
+                ),
+            )
+        )
+    tier: RemoteTier[SegmentKV] = RemoteTier("shared", index, store)
+    server = f"{socket.gethostname()}:{os.getpid()}"
+    chores += [
+        Chore("flush hits", FLUSH_S, remote.flush),
+        Chore("totals", TOTALS_S, tier.refresh_totals),
+        Chore("collect shared", COLLECT_S, lambda: tier.collect(_now_ms())),
+        Chore("heartbeat", HEARTBEAT_S, lambda: remote.heartbeat(server, model(), _now_ms())),
+        Chore("reconcile", SWEEP_S, remote.reconcile),
+    ]
+    return tier, chores
+
+
+def _take_samples(pool: KvPool, segment_len: int) -> Samples[SegmentKV]:
+    """A payload of one token and one of a full segment, of whatever the first slots hold."""
+    small, large = (pool.capture(torch.arange(n)) for n in (1, max(2, segment_len)))
+    return (1, small), (max(2, segment_len), large)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1e3)
