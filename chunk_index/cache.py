@@ -25,16 +25,17 @@ from sglang_ext.chunk_index.arena import Arena, Lease
 from sglang_ext.chunk_index.chunking import ChunkSegment
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.index import NodeRecord
+from sglang_ext.chunk_index.near_index import NearResult
 from sglang_ext.chunk_index.payloads import (
     Payload,
     PayloadStore,
     PayloadT,
     payload_checksum,
 )
-from sglang_ext.chunk_index.prefetch import LoadPlan, Path, Prefetch, Runs, plan_loads
+from sglang_ext.chunk_index.prefetch import Path, Prefetch, Run, Runs, plan_loads
 from sglang_ext.chunk_index.tier import Tier, TierStats
 from sglang_ext.chunk_index.transfer import CostModel, Line, fit_line
-from sglang_ext.chunk_index.transfer_queues import LoadQueue, Workers, WriteQueue
+from sglang_ext.chunk_index.transfer_queues import Load, LoadQueue, Workers, WriteQueue
 from sglang_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ CLOSE_TIMEOUT_S = 2.0
 
 Samples = tuple[tuple[int, PayloadT], tuple[int, PayloadT]]
 """Two payloads of one form with their tokens, the larger one last."""
+
+Change = Callable[[Tier[PayloadT]], object]
+"""A removal or annotation, told a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,12 @@ class LifeCycle:
 class _LooksUpInMemory(Protocol):
     """An index that answers some look-ups without waiting for anyone."""
 
-    def lookup(self, paths: Sequence[Path], now_ms: int) -> tuple[Runs, bool]:
+    def lookup(self, paths: Sequence[Path], now_ms: int) -> NearResult:
         """What is known of each path, and whether that is all there is to know."""
+        ...
+
+    def touch(self, keys: Sequence[ChunkKey], now_ms: int) -> None:
+        """Count hits of what `lookup` gave and was used."""
         ...
 
 
@@ -109,12 +117,19 @@ class LowerTier(Generic[PayloadT]):
         cost: What a load costs; nothing is loaded or written until it is measured.
         loads: Payloads on their way from it.
         writes: Payloads on their way to it.
+        has_failed: It could not be measured, and the log said so.
     """
 
     tier: Tier[PayloadT]
     cost: CostModel
     loads: LoadQueue[PayloadT]
     writes: WriteQueue[PayloadT]
+    has_failed: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it was measured, and so is used."""
+        return self.cost.is_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +227,7 @@ class ChunkCache(Generic[PayloadT]):
     def knows(self, paths: Sequence[Path], now_ms: int) -> bool:
         """Whether anything of these paths is in the arena, or known to be in a lower tier."""
         return any(self.arena.index.peek(paths, now_ms)) or any(
-            any(self._look_up_in_memory(lower.tier, paths, now_ms)[0]) for lower in self.lower
+            any(self._look_up_in_memory(lower, paths, now_ms)[0]) for lower in self.lower
         )
 
     def prefetch(self, paths: Sequence[Path], now_ms: int) -> Prefetch[PayloadT] | None:
@@ -225,10 +240,10 @@ class ChunkCache(Generic[PayloadT]):
             now_ms: Milliseconds since the epoch.
 
         Returns:
-            None if there is nothing to wait for; else what the caller checks until it is settled.
+            None if no lower tier has anything to add; else what the caller checks until it is
+            settled, which is at once if nothing is worth loading.
         """
-        lower = [tier for tier in self.lower if tier.cost.is_known]
-        if not lower:
+        if not any(tier.is_ready for tier in self.lower):
             return None
         num_here = self.arena.index.peek(paths, now_ms)
         if all(here == len(path) for here, path in zip(num_here, paths, strict=True)):
@@ -236,21 +251,21 @@ class ChunkCache(Generic[PayloadT]):
         prefetch = Prefetch[PayloadT](
             started_s=self._clock(),
             lookup_limit_s=self.limits.lookup_ms / 1e3,
-            stall_s=self._stall_s(lower),
-            num_arrived=lambda: sum(tier.loads.num_arrived for tier in lower),
+            stall_s=self._stall_s(),
+            num_arrived=lambda: sum(tier.loads.num_arrived for tier in self.lower),
         )
         found: list[Runs] = []
-        for tier in lower:
-            runs, is_complete = self._look_up_in_memory(tier.tier, paths, now_ms)
+        for tier in self.lower:
+            runs, is_complete = self._look_up_in_memory(tier, paths, now_ms)
             if not is_complete:
                 assert self._lookups is not None
                 self._lookups.submit(
-                    lambda: self._look_up(prefetch, lower, found, num_here, paths, now_ms)
+                    lambda: self._look_up(prefetch, found, num_here, paths, now_ms)
                 )
                 return prefetch
             found.append(runs)
-        self._begin(prefetch, lower, found, num_here)
-        return None if prefetch.check(self._clock()) and not prefetch.payloads else prefetch
+        self._begin(prefetch, found, num_here)
+        return None if prefetch.is_empty else prefetch
 
     def acquire(self, paths: Sequence[Path], now_ms: int) -> Lease[PayloadT]:
         """Hold every leading segment of every chunk that the arena has.
@@ -280,7 +295,7 @@ class ChunkCache(Generic[PayloadT]):
         record = self._make_record(segment, payload, now_ms, life or LifeCycle())
         refusal = self.arena.keep(record, payload, now_ms)
         for tier in self.lower:
-            if tier.cost.is_known:
+            if tier.is_ready:
                 tier.writes.offer(record, payload)
         return refusal is None
 
@@ -308,8 +323,8 @@ class ChunkCache(Generic[PayloadT]):
     def measure(self, samples: Samples[PayloadT]) -> None:
         """Find out, in each lower tier's own thread, what it costs; only then is it used.
 
-        A tier that cannot be written or read is named in the log, and tried again with the next
-        call.
+        A tier that cannot be written or read is named in the log, once, and tried again with the
+        next call.
 
         Args:
             samples: Two payloads of one form, the larger one last, each with its tokens.
@@ -317,35 +332,28 @@ class ChunkCache(Generic[PayloadT]):
         for tier in self.lower:
             tier.writes.submit(partial(self._measure, tier, samples))
 
-    def forget_local(self) -> None:
-        """Empty the tiers that are this server's own: arena and disk. The shared one stays."""
-        self.arena.clear()
-        for tier in self.lower:
-            if tier.tier.name == "disk":
-                tier.writes.submit(tier.tier.clear)
+    def apply(self, change: Change[PayloadT]) -> None:
+        """Carry out a change in every tier: in the arena now, elsewhere soon.
 
-    def forget_model(self, model: str) -> None:
-        """Empty the local tiers of what a model computed that is no longer served."""
-        self.arena.clear(model=model)
-        for tier in self.lower:
-            if tier.tier.name == "disk":
-                tier.writes.submit(partial(tier.tier.clear, model=model))
-
-    def invalidate(self, doc_id: str, owner: str = "") -> int:
-        """Remove what an owner stored for a document from the arena now, elsewhere soon.
-
-        Returns how many segments left the arena.
+        Lower tiers do it behind the writes offered so far, so that none of those comes back.
         """
+        change(self.arena)
         for tier in self.lower:
-            tier.writes.submit(partial(tier.tier.invalidate, doc_id, owner))
-        return self.arena.invalidate(doc_id, owner)
+            tier.writes.submit(partial(change, tier.tier))
+
+    def apply_local(self, change: Change[PayloadT]) -> None:
+        """Carry out, in this server's own tiers, what was done to the shared one already."""
+        change(self.arena)
+        for tier in self.lower:
+            if tier.tier.name == "disk":
+                tier.writes.submit(partial(change, tier.tier))
 
     def stats(self) -> CacheStats:
         """Totals and counters; asks a shared index nothing. Changes nothing."""
         lower = tuple(
             TransferStats(
                 tier=tier.tier.stats(),
-                is_ready=tier.cost.is_known,
+                is_ready=tier.is_ready,
                 queued_bytes=tier.writes.num_bytes,
                 num_unwritten=tier.writes.num_dropped,
                 load_fixed_ms=tier.cost.fixed_ms,
@@ -394,22 +402,30 @@ class ChunkCache(Generic[PayloadT]):
             compute_us=int((self.compute_cost.predict_ms(num_tokens) or 0.0) * 1e3),
         )
 
-    def _stall_s(self, lower: Sequence[LowerTier[PayloadT]]) -> float:
-        slowest_ms = max(tier.cost.fixed_ms for tier in lower)
+    def _stall_s(self) -> float:
+        slowest_ms = max(tier.cost.fixed_ms for tier in self.lower)
         return max(self.limits.stall_ms, 2 * slowest_ms) / 1e3
 
     def _look_up_in_memory(
-        self, tier: Tier[PayloadT], paths: Sequence[Path], now_ms: int
+        self, tier: LowerTier[PayloadT], paths: Sequence[Path], now_ms: int
     ) -> tuple[Runs, bool]:
         """What is known without waiting, and whether that is all there is to know."""
-        if isinstance(tier.index, _LooksUpInMemory):
-            return tier.index.lookup(paths, now_ms)
-        return tier.match(paths, now_ms), True
+        index = tier.tier.index
+        if not (tier.is_ready and isinstance(index, _LooksUpInMemory)):
+            return self._match(tier, paths, now_ms), True
+        near = index.lookup(paths, now_ms)
+        if near.is_complete:
+            index.touch([record.key for run in near.hits for record in run], now_ms)
+            tier.tier.count_match(paths, near.hits)
+        return near.hits, near.is_complete
+
+    def _match(self, tier: LowerTier[PayloadT], paths: Sequence[Path], now_ms: int) -> Runs:
+        """What a tier has; nothing while it is not used."""
+        return tier.tier.match(paths, now_ms) if tier.is_ready else ((),) * len(paths)
 
     def _look_up(
         self,
         prefetch: Prefetch[PayloadT],
-        lower: Sequence[LowerTier[PayloadT]],
         found: list[Runs],
         num_here: Sequence[int],
         paths: Sequence[Path],
@@ -417,63 +433,64 @@ class ChunkCache(Generic[PayloadT]):
     ) -> None:
         """The look-up's rest, in a thread that may wait."""
         if not prefetch.is_settled:  # else the request went on without
-            found += [tier.tier.match(paths, now_ms) for tier in lower[len(found) :]]
-            self._begin(prefetch, lower, found, num_here)
+            found += [self._match(tier, paths, now_ms) for tier in self.lower[len(found) :]]
+            self._begin(prefetch, found, num_here)
         self._on_settled()
 
     def _begin(
-        self,
-        prefetch: Prefetch[PayloadT],
-        lower: Sequence[LowerTier[PayloadT]],
-        found: Sequence[Runs],
-        num_here: Sequence[int],
+        self, prefetch: Prefetch[PayloadT], found: Sequence[Runs], num_here: Sequence[int]
     ) -> None:
         plan = plan_loads(
             num_here,
             found,
-            [tier.cost for tier in lower],
+            [tier.cost for tier in self.lower],
             self.compute_cost,
             self._prefetch_budget.max_bytes,
         )
-        if not self._prefetch_budget.take(plan.num_bytes):
-            plan = LoadPlan(((),) * len(num_here), plan.num_declined)
-        else:
+        chunks: list[list[tuple[int, Load[PayloadT]]]] = [[] for _ in num_here]
+        if self._prefetch_budget.take(plan.num_bytes):
             weakref.finalize(prefetch, self._prefetch_budget.give_back, plan.num_bytes)
-        chunks = [
-            [
-                (run.tier, load)
-                for run in runs
-                for record in run.records
-                if (load := lower[run.tier].loads.start(record)) is not None
-            ]
-            for runs in plan.chunks
-        ]
-        limit_ms = self.compute_cost.predict_ms(plan.num_tokens)
+            chunks = [self._start(runs) for runs in plan.chunks]
+        loads = [load for chunk in chunks for _, load in chunk]
+        num_declined = plan.num_declined + plan.num_segments - len(loads)
+        limit_ms = self.compute_cost.predict_ms(sum(load.record.num_tokens for load in loads))
         limit_s = (self.limits.unknown_ms if limit_ms is None else limit_ms) / 1e3
-        prefetch.begin(chunks, limit_s, plan.num_declined, self._clock())
-        for chunk, loads in enumerate(chunks):
-            for _, load in loads:
-                load.when_done(partial(self._land, prefetch, lower, chunk))
+        prefetch.begin(chunks, limit_s, num_declined, self._clock())
+        for chunk, started in enumerate(chunks):
+            for _, load in started:
+                load.when_done(partial(self._land, prefetch, chunk))
 
-    def _land(
-        self, prefetch: Prefetch[PayloadT], lower: Sequence[LowerTier[PayloadT]], chunk: int
-    ) -> None:
+    def _start(self, runs: Sequence[Run]) -> list[tuple[int, Load[PayloadT]]]:
+        """Begin a chunk's loads, up to the first that its tier's queue has no room for."""
+        started: list[tuple[int, Load[PayloadT]]] = []
+        for run in runs:
+            for record in run.records:
+                load = self.lower[run.tier].loads.start(record)
+                if load is None:
+                    return started
+                started.append((run.tier, load))
+        return started
+
+    def _land(self, prefetch: Prefetch[PayloadT], chunk: int) -> None:
         """Put into the arena, in order, what has come of a chunk; and into faster tiers."""
         now_ms = self._now_ms()
-        for index, load in prefetch.take_landed(chunk):
-            assert load.payload is not None
-            self.arena.keep_verified(load.record, load.payload, now_ms)
-            for faster in lower[:index]:
-                faster.writes.offer(load.record, load.payload)
+        with prefetch.landing:
+            for index, load in prefetch.take_landed(chunk):
+                assert load.payload is not None
+                self.arena.keep_verified(load.record, load.payload, now_ms)
+                for faster in self.lower[:index]:
+                    if faster.is_ready:
+                        faster.writes.offer(load.record, load.payload)
         self._on_settled()
 
     def _measure(self, tier: LowerTier[PayloadT], samples: Samples[PayloadT]) -> None:
-        was_ready = tier.cost.is_known
+        was_ready = tier.is_ready
         try:
             line = measure_store(tier.tier.store, samples, self._now_ms(), self._clock)
         except ExtError as exc:
-            if not was_ready:
+            if not was_ready and not tier.has_failed:
                 logger.warning("pic tier=%s is disabled: %s", tier.tier.name, exc)
+            tier.has_failed = True
             return
         tier.cost.renew(line)
         if not was_ready:

@@ -48,6 +48,8 @@ class RequestOptions:
         ttl_s: Seconds the stored chunks live; None for as long as they are not evicted.
         store: Which chunks are kept.
         is_pinned: Stored chunks are not evicted.
+        invalidates: Documents whose chunks in this namespace are removed before anything else.
+        purges: Remove every chunk of this namespace before anything else.
         is_strict: Answer 400 instead of prefilling in full where PIC cannot apply.
     """
 
@@ -61,6 +63,8 @@ class RequestOptions:
     ttl_s: float | None = None
     store: StorePolicy = StorePolicy.CHUNKS
     is_pinned: bool = False
+    invalidates: tuple[str, ...] = ()
+    purges: bool = False
     is_strict: bool = False
 
 
@@ -226,5 +230,7 @@ _READERS: Mapping[str, tuple[str, Any]] = {
     "pic_ttl_s": ("ttl_s", _ttl),
     "pic_store": ("store", _store),
     "pic_pin": ("is_pinned", _bool),
+    "pic_invalidate": ("invalidates", _names),
+    "pic_purge": ("purges", _bool),
     "pic_strict": ("is_strict", _bool),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from threading import Event
 from typing import Any, TypeVar, cast
 
@@ -19,12 +19,13 @@ import numpy.typing as npt
 from sglang_ext import compat, tiers
 from sglang_ext.chunk_index.cache import LifeCycle
 from sglang_ext.chunk_index.identity import RootKey, model_id, owner_id, root_key
+from sglang_ext.chunk_index.tier import Tier
 from sglang_ext.chunk_index.upkeep import Upkeep
 from sglang_ext.config import ExtConfig
 from sglang_ext.errors import ExtError
 from sglang_ext.extend import PicExecutor, active_task, deactivate, settle
 from sglang_ext.fingerprint import model_fingerprint
-from sglang_ext.kv_pool import KvPool, layer_rope_of
+from sglang_ext.kv_pool import KvPool, SegmentKV, layer_rope_of
 from sglang_ext.metrics import Metrics
 from sglang_ext.recompute.planning import Chunk
 from sglang_ext.report import PicReport, Reason
@@ -163,6 +164,7 @@ class PicRuntime:
         prompt = np.asarray(recv_req.input_ids, dtype=np.int64)
         report = PicReport(options.strategy, prompt_tokens=len(prompt))
         task = PicTask(options, report, prompt, is_given=is_given(custom_params))
+        self._manage(options)
         reason = self._why_full(options, recv_req)
         if reason is None:
             salt = "\0".join((recv_req.cache_salt or "", recv_req.extra_key or ""))
@@ -182,6 +184,14 @@ class PicRuntime:
         task.is_active = True
         task.prefetch = self.cache.prefetch(task.paths, now_ms())
         return task
+
+    def _manage(self, options: RequestOptions) -> None:
+        """Remove what a request asks to be removed, before it finds or stores anything."""
+        owner = self._owner_of(options.namespace)
+        if options.purges:
+            self.cache.apply(lambda tier: tier.clear(owner))
+        for doc_id in options.invalidates:
+            self.cache.apply(partial(_invalidate, doc_id, owner))
 
     def _cut(
         self, prompt: npt.NDArray[np.int64], options: RequestOptions, root: RootKey
@@ -312,7 +322,7 @@ class PicRuntime:
 
     def flush(self) -> None:
         """Forget every chunk that this server alone keeps; what it shares stays."""
-        self.cache.forget_local()
+        self.cache.apply_local(lambda tier: tier.clear())
         self.metrics.observe(self.cache.stats())
 
     def weights_changed(self) -> None:
@@ -323,8 +333,12 @@ class PicRuntime:
             self._model = model_id(self._fingerprint)
             self._root_of.cache_clear()
             if old_model != self._model:
-                self.cache.forget_model(old_model)
+                self.cache.apply_local(lambda tier: tier.clear(model=old_model))
             self.metrics.observe(self.cache.stats())
+
+
+def _invalidate(doc_id: str, owner: str, tier: Tier[SegmentKV]) -> None:
+    tier.invalidate(doc_id, owner)
 
 
 def now_ms() -> int:

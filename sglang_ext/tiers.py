@@ -23,8 +23,8 @@ from sglang_ext.chunk_index.near_index import NearIndex
 from sglang_ext.chunk_index.payloads import HostStore, PayloadStore
 from sglang_ext.chunk_index.tier import RemoteTier, Tier
 from sglang_ext.chunk_index.upkeep import Chore, Upkeep
-from sglang_ext.config import DiskConfig, IndexConfig, SharedConfig
 from sglang_ext.kv_pool import KvPool, SegmentCodec, SegmentKV
+from sglang_ext.tier_config import DiskConfig, IndexConfig, SharedConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.config import MIB, ExtConfig, IndexConfig, add_arguments, config_from_args
+from sglang_ext.config import ExtConfig, add_arguments, config_from_args
 from sglang_ext.errors import ConfigError
 from sglang_ext.recompute.selection import Allocation, SelectionParams
 from sglang_ext.request import RequestOptions
+from sglang_ext.tier_config import GIB, MIB, IndexConfig
 
 SECRET = b"s" * 32
 
@@ -31,9 +32,27 @@ FLAGS: list[tuple[str, str, Any, str, Any]] = [
     ("--pic-segment-len", "64", 64, "index.segment_len", 64),
     ("--pic-arena-mib", "0.5", 0.5, "index.arena_bytes", MIB // 2),
     ("--pic-verify", "always", "always", "index.verify", "always"),
+    ("--pic-ttl-s", "90", 90.0, "defaults.ttl_s", 90.0),
+    ("--pic-shared-pool", "common", "common", "index.pool", "common"),
+    ("--pic-load-stall-ms", "80", 80.0, "index.stall_ms", 80.0),
+    ("--pic-quota", "a=1,b=0.5", "a=1,b=0.5", "index.quotas", {"a": MIB, "b": MIB // 2}),
     ("--pic-strict", "", True, "is_strict", True),
     ("--pic-allow-untested-sglang", "", True, "allows_untested_sglang", True),
 ]
+TIER_FLAGS = {
+    "--pic-disk-path",
+    "--pic-disk-gib",
+    "--pic-index",
+    "--pic-index-password-file",
+    "--pic-index-deadline-ms",
+    "--pic-near-entries",
+    "--pic-secret-file",
+    "--pic-shared-path",
+    "--pic-shared-values",
+    "--pic-shared-gib",
+}
+"""Those that need one another or a file; see `test_tier_config`."""
+
 FLAG_IDS = [f"{flag}={text}" if text else flag for flag, text, *_ in FLAGS]
 
 WRONG: list[tuple[str, Any]] = [
@@ -59,6 +78,10 @@ WRONG: list[tuple[str, Any]] = [
     ("pic_arena_mib", float("inf")),
     ("pic_arena_mib", "2048"),
     ("pic_verify", "sometimes"),
+    ("pic_ttl_s", 0),
+    ("pic_shared_pool", ""),
+    ("pic_load_stall_ms", 0),
+    ("pic_load_stall_ms", 60_001.0),
     ("pic_strict", "no"),
     ("pic_allow_untested_sglang", "no"),
 ]
@@ -147,7 +170,7 @@ def test_every_flag_is_in_the_table_above() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     ours = {action.option_strings[0]: action for action in parser._actions}
-    assert set(ours) - {"-h", "--enable-pic"} == {flag for flag, *_ in FLAGS}
+    assert set(ours) - {"-h", "--enable-pic"} == TIER_FLAGS | {flag for flag, *_ in FLAGS}
     assert all(action.help for action in ours.values())
 
 

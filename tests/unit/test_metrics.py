@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sglang_ext.chunk_index.cache import CacheStats
+from sglang_ext.chunk_index.cache import CacheStats, TransferStats
+from sglang_ext.chunk_index.tier import REFUSALS, TierStats
 from sglang_ext.metrics import SPECS, Metrics
 from sglang_ext.report import Outcome, PicReport, Reason
 
@@ -54,26 +55,37 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, {"model_name": "m", **labels})
 
 
-def stats(**changes: Any) -> CacheStats:
-    refusals = {"too_large": 0, "no_room": 0, "orphan": 0, "busy": 0, **changes.pop("refusals", {})}
+def tier_stats(name: str, **changes: Any) -> TierStats:
+    zeros = dict.fromkeys(REFUSALS, 0)
     fields = {
         "num_entries": 0,
         "used_bytes": 0,
         "budget_bytes": 100,
-        "num_held": 0,
         "num_hits": 0,
         "num_misses": 0,
         "num_evictions": 0,
         "num_stores": 0,
-        "load_failures": 0,
+        "load_failures": {},
+        "num_unavailable": 0,
         **changes,
+        "refusals": {**zeros, **changes.pop("refusals", {})},
     }
-    return CacheStats(**fields, refusals=refusals)
+    return TierStats(name, **fields)
+
+
+def stats(**changes: Any) -> CacheStats:
+    return CacheStats(tier_stats("host", **changes), num_held=0)
+
+
+def lower_stats(num_unwritten: int, **changes: Any) -> CacheStats:
+    disk = TransferStats(tier_stats("disk", **changes), True, 4096, num_unwritten, 0.5)
+    return CacheStats(tier_stats("host"), num_held=0, lower=(disk,))
 
 
 def test_a_report_is_counted_as_it_says(registry: CollectorRegistry, metrics: Metrics) -> None:
     report = PicReport("daric", outcome=Outcome.REUSED, exact=3, reused=10, recomputed=2)
-    report.recomputed_share, report.bytes_loaded = 2 / 12, 640
+    report.recomputed_share, report.bytes_loaded = 2 / 12, {"host": 640, "disk": 64}
+    report.declined, report.late = 3, 2
     report.phase_ms = {"patch": 20.0}
     metrics.count(report)
     labels = {"strategy": "daric", "outcome": "reused", "fallback": ""}
@@ -83,6 +95,9 @@ def test_a_report_is_counted_as_it_says(registry: CollectorRegistry, metrics: Me
     assert value(registry, "sglang_pic_recomputed_share_bucket", le="0.2") == 1
     assert value(registry, "sglang_pic_phase_seconds_sum", phase="patch") == pytest.approx(0.02)
     assert value(registry, "sglang_pic_loaded_bytes_total", tier="host") == 640
+    assert value(registry, "sglang_pic_loaded_bytes_total", tier="disk") == 64
+    assert value(registry, "sglang_pic_left_segments_total", why="declined") == 3
+    assert value(registry, "sglang_pic_left_segments_total", why="late") == 2
 
 
 def test_a_full_prefill_is_counted_by_reason(registry: CollectorRegistry, metrics: Metrics) -> None:
@@ -102,8 +117,21 @@ def test_cache_totals_become_counters_that_only_grow(
     assert value(registry, "sglang_pic_segments_total", tier="host", result="hit") == 5
     assert value(registry, "sglang_pic_stores_total", tier="host", result="stored") == 1
     assert value(registry, "sglang_pic_stores_total", tier="host", result="no_room") == 3
-    assert value(registry, "sglang_pic_index_entries") == 3
+    assert value(registry, "sglang_pic_index_entries", tier="host") == 3
     assert value(registry, "sglang_pic_index_budget_bytes", tier="host") == 100
+
+
+def test_every_tier_has_its_own_counters(registry: CollectorRegistry, metrics: Metrics) -> None:
+    metrics.observe(lower_stats(1, load_failures={"damaged": 1}, num_unavailable=2))
+    metrics.observe(lower_stats(4, load_failures={"damaged": 2, "absent": 1}, num_unavailable=2))
+    assert value(registry, "sglang_pic_unwritten_segments_total", tier="disk") == 4
+    failures = "sglang_pic_load_failures_total"
+    assert value(registry, failures, tier="disk", reason="damaged") == 2
+    assert value(registry, failures, tier="disk", reason="absent") == 1
+    assert value(registry, "sglang_pic_tier_unavailable_total", tier="disk") == 2
+    assert value(registry, "sglang_pic_tier_ready", tier="disk") == 1
+    assert value(registry, "sglang_pic_write_queue_bytes", tier="disk") == 4096
+    assert value(registry, failures, tier="host", reason="damaged") is None
 
 
 def test_activity_has_a_reason(registry: CollectorRegistry, metrics: Metrics) -> None:

@@ -27,7 +27,9 @@ def filled() -> PicReport:
         computed=10,
         selected=25,
         recomputed_share=1 / 3,
-        bytes_loaded=4096,
+        bytes_loaded={"host": 4096, "disk": 512},
+        declined=2,
+        late=1,
         phase_ms={"lookup": 0.12345, "patch": 7.0},
     )
 
@@ -47,7 +49,9 @@ def test_the_dict_says_everything_under_its_published_name() -> None:
         "selected_tokens": 25,
         "recomputed_share": 0.333333,
         "plan": {"warmup": 0, "probe": 0, "coverage": 0.333333},
-        "bytes_loaded": {"host": 4096},
+        "bytes_loaded": {"host": 4096, "disk": 512},
+        "declined_segments": 2,
+        "late_segments": 1,
         "ms": {"lookup": 0.123, "patch": 7.0},
     }
 
@@ -63,7 +67,7 @@ def test_a_fallback_names_its_reason_and_claims_no_reuse() -> None:
     )
     assert [said[name] for name in COUNTS] == [0, 0, 0, 100]
     assert (said["selected_tokens"], said["recomputed_share"]) == (0, 0.0)
-    assert said["bytes_loaded"] == {"host": 0}
+    assert said["bytes_loaded"] == {"host": 0, "disk": 512}
 
 
 def test_a_full_prefill_behind_an_exact_prefix_counts_the_prefix() -> None:
@@ -112,4 +116,6 @@ def test_a_full_prefill_always_sums_to_the_prompt(
 def test_two_reports_do_not_share_their_phases() -> None:
     first, second = PicReport("daric"), PicReport("daric")
     first.phase_ms["lookup"] = 1.0
+    first.bytes_loaded["host"] = 1
     assert second.phase_ms == {}
+    assert second.bytes_loaded == {"host": 0}

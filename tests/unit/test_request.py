@@ -47,6 +47,8 @@ KEYS = (
     "pic_ttl_s",
     "pic_store",
     "pic_pin",
+    "pic_invalidate",
+    "pic_purge",
     "pic_strict",
 )
 
@@ -70,6 +72,8 @@ ACCEPTED: list[tuple[str, Any, str, Any]] = [
     ("pic_namespace", "é" * MAX_NAME_LEN, "namespace", "é" * MAX_NAME_LEN),
     ("pic_doc_ids", [], "doc_ids", ()),
     ("pic_doc_ids", ["a", "b"], "doc_ids", ("a", "b")),
+    ("pic_invalidate", ["a@2"], "invalidates", ("a@2",)),
+    ("pic_purge", True, "purges", True),
     ("pic_ttl_s", 1, "ttl_s", 1.0),
     ("pic_ttl_s", 0.5, "ttl_s", 0.5),
     ("pic_ttl_s", 315360000, "ttl_s", 315360000.0),
@@ -124,6 +128,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("pic_namespace", "x" * (MAX_NAME_LEN + 1)),
     ("pic_namespace", 1),
     ("pic_doc_ids", "a"),
+    ("pic_invalidate", "a"),
+    ("pic_purge", "yes"),
     ("pic_doc_ids", ["a", 1]),
     ("pic_doc_ids", [""]),
     ("pic_ttl_s", 0),
@@ -152,6 +158,7 @@ EXPECTED_WORDS = {
     "pic_ttl_s": "seconds above 0",
     "pic_store": "one of chunks, all, none",
     "pic_pin": "true or false",
+    "pic_purge": "true or false",
     "pic_strict": "true or false",
 }
 
