@@ -5,9 +5,11 @@ Knows leases and when a checksum is compared. Does not know other tiers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
+from threading import RLock
 from types import TracebackType
 from typing import Generic, Literal
 
@@ -72,7 +74,11 @@ class Lease(Generic[PayloadT]):
 
 
 class Arena(Tier[PayloadT]):
-    """A tier over an index and a store of this process; see `Tier`."""
+    """A tier over an index and a store of this process; see `Tier`.
+
+    Both answer at once, so a lock makes what changes the two one step: its store, unlike a shared
+    one, keeps a single payload of each key.
+    """
 
     index: HoldingIndex
 
@@ -81,6 +87,7 @@ class Arena(Tier[PayloadT]):
     ) -> None:
         super().__init__("host", index, store)
         self._verify = verify
+        self._change = RLock()
         self._verified: set[tuple[ChunkKey, int]] = set()
 
     def acquire(self, paths: Sequence[Sequence[ChunkKey]], now_ms: int) -> Lease[PayloadT]:
@@ -92,7 +99,8 @@ class Arena(Tier[PayloadT]):
         held = {record.key: record for record in self.index.hold([k for run in hits for k in run])}
         runs = [tuple(held[key] for key in takewhile(held.__contains__, keys)) for keys in hits]
         behind = [keys[len(run) :] for keys, run in zip(hits, runs, strict=True)]
-        self.drop(self.index.release([key for keys in behind for key in keys if key in held]))
+        idle = [key for keys in behind for key in keys if key in held]
+        self._remove(partial(self.index.release, idle))
         return Lease(self, runs)
 
     def load(self, record: NodeRecord, on_bytes: OnBytes | None = None) -> PayloadT | None:
@@ -110,16 +118,16 @@ class Arena(Tier[PayloadT]):
 
     def keep_verified(self, record: NodeRecord, payload: PayloadT, now_ms: int) -> Refusal | None:
         """`keep` a payload whose checksum was compared just now, so that its first load is not."""
-        refusal = self.keep(record, payload, now_ms)
-        view = self.index.show(record.key)
-        is_ours = view is not None and view.record.checksum == record.checksum
-        if is_ours and self._verify == "first":
-            self._verified.add((record.key, record.checksum))
+        with self._change:
+            is_new = self.index.show(record.key) is None
+            refusal = self.keep(record, payload, now_ms)
+            if is_new and refusal is None and self._verify == "first":
+                self._verified.add((record.key, record.checksum))
         return refusal
 
     def release(self, records: Sequence[NodeRecord]) -> None:
         """Let go of held records; dead ones leave with their last reader."""
-        self.drop(self.index.release([record.key for record in records]))
+        self._remove(partial(self.index.release, [record.key for record in records]))
 
     def drop(self, records: Sequence[NodeRecord]) -> int:
         """Drop the payloads of records that left the index; returns how many."""
@@ -148,16 +156,22 @@ class Arena(Tier[PayloadT]):
     @contextmanager
     def _held(self, key: ChunkKey | None) -> Iterator[bool]:
         """Keep a parent from being evicted for its own child; says whether it is there."""
-        keys = [] if key is None else [key]
-        is_there = len(self.index.hold(keys)) == len(keys)
+        held = [record.key for record in self.index.hold([] if key is None else [key])]
         try:
-            yield is_there
-        finally:
-            self.drop(self.index.release(keys))
+            yield key is None or bool(held)
+        finally:  # a dead parent's readers are not ours to release
+            self._remove(partial(self.index.release, held))
 
     def _keep(self, record: NodeRecord, payload: PayloadT, now_ms: int) -> Refusal | None:
-        self.drop(self.index.expire(now_ms, BATCH))
-        if self.index.is_dead(record.key):
-            return "busy"
-        with self._held(record.parent) as is_there:
-            return super()._keep(record, payload, now_ms) if is_there else "orphan"
+        with self._change:
+            self._remove(partial(self.index.expire, now_ms, BATCH))
+            view = self.index.show(record.key)
+            is_due = view is not None and view.record.is_expired(now_ms)
+            if is_due or self.index.is_dead(record.key):
+                return "busy"  # a reader may have the payload that ours would replace
+            with self._held(record.parent) as is_there:
+                return super()._keep(record, payload, now_ms) if is_there else "orphan"
+
+    def _remove(self, take: Callable[[], Sequence[NodeRecord]]) -> int:
+        with self._change:
+            return super()._remove(take)

@@ -35,7 +35,7 @@ from sglang_ext.chunk_index.payloads import (
 from sglang_ext.chunk_index.prefetch import Path, Prefetch, Run, Runs, plan_loads
 from sglang_ext.chunk_index.tier import Tier, TierStats
 from sglang_ext.chunk_index.transfer import CostModel, Line, fit_line
-from sglang_ext.chunk_index.transfer_queues import Load, LoadQueue, Workers, WriteQueue
+from sglang_ext.chunk_index.transfer_queues import Change, Load, LoadQueue, Workers, WriteQueue
 from sglang_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,6 @@ CLOSE_TIMEOUT_S = 2.0
 
 Samples = tuple[tuple[int, PayloadT], tuple[int, PayloadT]]
 """Two payloads of one form with their tokens, the larger one last."""
-
-Change = Callable[[Tier[PayloadT]], object]
-"""A removal or annotation, told a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +127,11 @@ class LowerTier(Generic[PayloadT]):
     def is_ready(self) -> bool:
         """Whether it was measured, and so is used."""
         return self.cost.is_known
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether it is ready, and no change waits that removes what it still has."""
+        return self.is_ready and not self.writes.is_changing
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,8 @@ class ChunkCache(Generic[PayloadT]):
         budget = arena.index.stats().budget_bytes
         self._prefetch_budget = _Budget(1 << 62 if budget is None else budget)
         self._on_settled: Callable[[], None] = lambda: None
+        self._landing = Lock()  # held while payloads that came get into the arena, in order
+        self._epoch = object()  # another one since the last change
 
     def when_loaded(self, listener: Callable[[], None]) -> None:
         """Call a function, from any thread, whenever a load or look-up ends."""
@@ -254,17 +258,18 @@ class ChunkCache(Generic[PayloadT]):
             stall_s=self._stall_s(),
             num_arrived=lambda: sum(tier.loads.num_arrived for tier in self.lower),
         )
+        epoch = self._epoch
         found: list[Runs] = []
         for tier in self.lower:
             runs, is_complete = self._look_up_in_memory(tier, paths, now_ms)
             if not is_complete:
                 assert self._lookups is not None
                 self._lookups.submit(
-                    lambda: self._look_up(prefetch, found, num_here, paths, now_ms)
+                    lambda: self._look_up(prefetch, epoch, found, num_here, paths, now_ms)
                 )
                 return prefetch
             found.append(runs)
-        self._begin(prefetch, found, num_here)
+        self._begin(prefetch, epoch, found, num_here)
         return None if prefetch.is_empty else prefetch
 
     def acquire(self, paths: Sequence[Path], now_ms: int) -> Lease[PayloadT]:
@@ -335,18 +340,19 @@ class ChunkCache(Generic[PayloadT]):
     def apply(self, change: Change[PayloadT]) -> None:
         """Carry out a change in every tier: in the arena now, elsewhere soon.
 
-        Lower tiers do it behind the writes offered so far, so that none of those comes back.
+        Nothing comes back: lower tiers do it behind the writes offered so far, nothing is looked
+        up in them until then, and what is on its way from them does not get into the arena.
         """
-        change(self.arena)
+        self._change_arena(change)
         for tier in self.lower:
-            tier.writes.submit(partial(change, tier.tier))
+            tier.writes.change(change)
 
     def apply_local(self, change: Change[PayloadT]) -> None:
         """Carry out, in this server's own tiers, what was done to the shared one already."""
-        change(self.arena)
+        self._change_arena(change)
         for tier in self.lower:
             if tier.tier.name == "disk":
-                tier.writes.submit(partial(change, tier.tier))
+                tier.writes.change(change)
 
     def stats(self) -> CacheStats:
         """Totals and counters; asks a shared index nothing. Changes nothing."""
@@ -411,7 +417,7 @@ class ChunkCache(Generic[PayloadT]):
     ) -> tuple[Runs, bool]:
         """What is known without waiting, and whether that is all there is to know."""
         index = tier.tier.index
-        if not (tier.is_ready and isinstance(index, _LooksUpInMemory)):
+        if not (tier.is_readable and isinstance(index, _LooksUpInMemory)):
             return self._match(tier, paths, now_ms), True
         near = index.lookup(paths, now_ms)
         if near.is_complete:
@@ -420,12 +426,13 @@ class ChunkCache(Generic[PayloadT]):
         return near.hits, near.is_complete
 
     def _match(self, tier: LowerTier[PayloadT], paths: Sequence[Path], now_ms: int) -> Runs:
-        """What a tier has; nothing while it is not used."""
-        return tier.tier.match(paths, now_ms) if tier.is_ready else ((),) * len(paths)
+        """What a tier has; nothing while it is not read."""
+        return tier.tier.match(paths, now_ms) if tier.is_readable else ((),) * len(paths)
 
     def _look_up(
         self,
         prefetch: Prefetch[PayloadT],
+        epoch: object,
         found: list[Runs],
         num_here: Sequence[int],
         paths: Sequence[Path],
@@ -434,11 +441,15 @@ class ChunkCache(Generic[PayloadT]):
         """The look-up's rest, in a thread that may wait."""
         if not prefetch.is_settled:  # else the request went on without
             found += [self._match(tier, paths, now_ms) for tier in self.lower[len(found) :]]
-            self._begin(prefetch, found, num_here)
+            self._begin(prefetch, epoch, found, num_here)
         self._on_settled()
 
     def _begin(
-        self, prefetch: Prefetch[PayloadT], found: Sequence[Runs], num_here: Sequence[int]
+        self,
+        prefetch: Prefetch[PayloadT],
+        epoch: object,
+        found: Sequence[Runs],
+        num_here: Sequence[int],
     ) -> None:
         plan = plan_loads(
             num_here,
@@ -458,7 +469,7 @@ class ChunkCache(Generic[PayloadT]):
         prefetch.begin(chunks, limit_s, num_declined, self._clock())
         for chunk, started in enumerate(chunks):
             for _, load in started:
-                load.when_done(partial(self._land, prefetch, chunk))
+                load.when_done(partial(self._land, prefetch, epoch, chunk))
 
     def _start(self, runs: Sequence[Run]) -> list[tuple[int, Load[PayloadT]]]:
         """Begin a chunk's loads, up to the first that its tier's queue has no room for."""
@@ -471,17 +482,23 @@ class ChunkCache(Generic[PayloadT]):
                 started.append((run.tier, load))
         return started
 
-    def _land(self, prefetch: Prefetch[PayloadT], chunk: int) -> None:
+    def _land(self, prefetch: Prefetch[PayloadT], epoch: object, chunk: int) -> None:
         """Put into the arena, in order, what has come of a chunk; and into faster tiers."""
         now_ms = self._now_ms()
-        with prefetch.landing:
-            for index, load in prefetch.take_landed(chunk):
+        with self._landing:
+            landed = prefetch.take_landed(chunk)
+            for index, load in landed if epoch is self._epoch else ():
                 assert load.payload is not None
                 self.arena.keep_verified(load.record, load.payload, now_ms)
                 for faster in self.lower[:index]:
                     if faster.is_ready:
                         faster.writes.offer(load.record, load.payload)
         self._on_settled()
+
+    def _change_arena(self, change: Change[PayloadT]) -> None:
+        with self._landing:
+            self._epoch = object()
+            change(self.arena)
 
     def _measure(self, tier: LowerTier[PayloadT], samples: Samples[PayloadT]) -> None:
         was_ready = tier.is_ready
@@ -515,6 +532,7 @@ def measure_store(
         TierUnavailable: They cannot be written or read.
         PayloadLost: They are not what was written.
     """
+    store.probe()
     points: list[tuple[int, float]] = []
     for num_tokens, payload in samples:
         record = _probe_record(num_tokens, payload, now_ms)

@@ -22,7 +22,6 @@ import socket
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Generic
 
@@ -46,9 +45,9 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 class _FileSource:
     """An open file as a blob."""
 
-    def __init__(self, file: FileIO) -> None:
-        self._fd = file.fileno()
-        status = os.fstat(self._fd)
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise PayloadLost("foreign", "it is not a file")
         self.num_bytes = status.st_size
@@ -65,8 +64,9 @@ class _FileSource:
 class FileStore(Generic[PayloadT]):
     """A `PayloadStore` in a folder; see there for what each method does.
 
-    `probe` makes the folder and must come first. A folder that is missing later, say because a
-    share is no longer mounted, is unavailable, not empty.
+    `probe`, which should come first, or the first `put` makes the folder. One that was removed
+    later is made again; one whose file system is no longer mounted is unavailable, not empty, and
+    nothing is written in its place.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class FileStore(Generic[PayloadT]):
         self._codec = codec
         self._format = BlobFormat(mac_key)
         self._mode = mode
+        self._device: int | None = None  # of the file system the folder was made on
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())
         self._temporary = f".tmp-{host}-{os.getpid()}-"
 
@@ -128,9 +129,7 @@ class FileStore(Generic[PayloadT]):
             TierUnavailable: It cannot be used; the message says why, in one line.
         """
         with self._translated():
-            self._root.parent.mkdir(parents=True, exist_ok=True)
-            self._make_folder(self._root)
-            self._make_folder(self._folder)
+            self._make_root()
             path = self._folder / self._temporary_name()
             data = secrets.token_bytes(ALIGNMENT)
             try:
@@ -193,6 +192,7 @@ class FileStore(Generic[PayloadT]):
             try:
                 self._write_file(temporary, parts)
             except FileNotFoundError:
+                self._make_root()
                 self._make_folder(path.parent)
                 self._write_file(temporary, parts)
             temporary.replace(path)
@@ -212,6 +212,16 @@ class FileStore(Generic[PayloadT]):
                     rest = rest[file.write(rest) :]
             os.fdatasync(fd)
 
+    def _make_root(self) -> None:
+        """Make the folder where it was, or for the first time."""
+        if self._device not in (None, _device_of(self._root)):
+            raise OSError(errno.ENODEV, "its file system is not mounted")
+        with suppress(FileExistsError):
+            self._root.parent.mkdir(parents=True)
+        self._make_folder(self._root)
+        self._make_folder(self._folder)
+        self._device = _device_of(self._folder)
+
     def _make_folder(self, path: Path) -> None:
         """Make a folder that those may search who may read the files; its parent must be there."""
         mode = self._mode | (self._mode & 0o444) >> 2
@@ -229,15 +239,18 @@ class FileStore(Generic[PayloadT]):
             if reason is None:
                 raise
             raise PayloadLost(reason, path.name) from exc
-        with open(fd, "rb", buffering=0) as file:
-            source = _FileSource(file)
+        try:
+            source = _FileSource(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             yield source
+        finally:
+            os.close(fd)
 
     def _why_lost(self, path: Path, exc: OSError) -> str | None:
         """Why a file that cannot be opened is lost; None if the folder is what fails."""
         if exc.errno == errno.ENOENT:
-            return "absent" if self._folder.is_dir() else None
+            is_there = self._folder.is_dir() or _device_of(self._root) == self._device
+            return "absent" if is_there else None
         if exc.errno in (errno.EACCES, errno.EPERM):
             return "foreign" if os.path.exists(path) else None
         return "foreign" if exc.errno in (errno.ELOOP, errno.ENXIO) else None
@@ -250,9 +263,7 @@ class FileStore(Generic[PayloadT]):
             elif _is_ours(entry):
                 yield entry
 
-    def _is_garbage(
-        self, entry: os.DirEntry[str], is_known: Callable[[NodeRecord], bool]
-    ) -> bool:
+    def _is_garbage(self, entry: os.DirEntry[str], is_known: Callable[[NodeRecord], bool]) -> bool:
         """Whether a file is unfinished, or the readable payload of an unknown record."""
         if _TEMPORARY.fullmatch(entry.name):
             return True
@@ -307,3 +318,10 @@ def _permit(path: Path | int, mode: int) -> None:
     """Set permissions whatever the process's mask, where the file system knows permissions."""
     with suppress(PermissionError):
         os.chmod(path, mode)
+
+
+def _device_of(path: Path) -> int:
+    """The file system that a folder lies on, or would lie on if it were made."""
+    while not os.path.exists(path):
+        path = path.parent
+    return path.stat().st_dev

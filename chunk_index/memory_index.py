@@ -371,13 +371,15 @@ class _Accounts:
     def losses(self, owners: Iterable[str], winner: str) -> dict[str, int]:
         """The most bytes each of those owners, who have quotas, may lose for `winner`.
 
-        Source of the rule: `ChunkIndex.victims`.
+        Who may lose nothing is left out. Source of the rule: `ChunkIndex.victims`.
         """
-        accounts = {owner: self._owners[owner] for owner in owners}
-        return {
-            owner: account.used_bytes if owner == winner else max(account.missing(0), 0)
-            for owner, account in accounts.items()
-        }
+        losses: dict[str, int] = {}
+        for owner in owners:
+            account = self._owners[owner]
+            most = account.used_bytes if owner == winner else account.missing(0)
+            if most > 0:
+                losses[owner] = most
+        return losses
 
     def usage(self) -> dict[str, Usage]:
         """Owners with nodes or a quota."""

@@ -64,6 +64,14 @@ class PayloadStore(Protocol[PayloadT]):
     checksum, and a record is found only with the payload it was made for.
     """
 
+    def probe(self) -> None:
+        """Find out whether the store can be used, and make what it needs. Modifies nothing else.
+
+        Raises:
+            TierUnavailable: It cannot be written or read; one line says why.
+        """
+        ...
+
     def put(self, record: NodeRecord, payload: PayloadT) -> None:
         """Keep a payload; when this returns it is durable, or nothing was changed.
 
@@ -99,6 +107,9 @@ class HostStore(Generic[PayloadT]):
 
     def __init__(self) -> None:
         self._kept: dict[ChunkKey, tuple[NodeRecord, PayloadT]] = {}
+
+    def probe(self) -> None:
+        """Memory can always be used."""
 
     def put(self, record: NodeRecord, payload: PayloadT) -> None:
         """Keep a payload."""

@@ -64,6 +64,11 @@ class LoadPlan:
     num_declined: int
 
     @property
+    def num_segments(self) -> int:
+        """Segments of all runs."""
+        return sum(len(run.records) for runs in self.chunks for run in runs)
+
+    @property
     def num_bytes(self) -> int:
         """Payload bytes of all runs."""
         return sum(run.num_bytes for runs in self.chunks for run in runs)
@@ -100,11 +105,12 @@ def plan_loads(
                 continue
             is_worth = is_worth_loading(run.num_bytes, run.num_tokens, costs[tier], compute)
             if not is_worth or run.num_bytes > max_bytes:
-                num_declined += len(run.records)
-                continue
+                continue  # a slower tier may have more, whose fixed cost pays then
             runs.append(run)
             max_bytes -= run.num_bytes
             start += len(run.records)
+        num_found = max((len(runs_of_tier[chunk]) for runs_of_tier in found), default=0)
+        num_declined += max(0, num_found - start)
         chunks.append(tuple(runs))
     return LoadPlan(tuple(chunks), num_declined)
 
@@ -123,6 +129,7 @@ class Prefetch(Generic[PayloadT]):
         num_late: Loads that had not come when it was settled.
         num_declined: Segments found but not loaded.
         waited_ms: Time until it was settled.
+        is_settled: The request need not wait any more.
     """
 
     started_s: float
@@ -138,9 +145,14 @@ class Prefetch(Generic[PayloadT]):
     _chunks: tuple[list[tuple[int, Load[PayloadT]]], ...] | None = None
     _num_landed: list[int] = field(default_factory=list)
     _deadline_s: float = 0.0
-    _seen_bytes: int = -1
+    _seen_bytes: int = 0
     _seen_s: float = 0.0
     _lock: Lock = field(default_factory=Lock, repr=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the look-up is done, and found nothing that is loaded or declined."""
+        return self._chunks is not None and not any(self._chunks) and not self.num_declined
 
     def begin(
         self,
@@ -158,7 +170,7 @@ class Prefetch(Generic[PayloadT]):
             self._num_landed = [0] * len(self._chunks)
             self.num_declined = num_declined
             self._deadline_s = now_s + limit_s
-            self._seen_s = now_s
+            self._seen_bytes, self._seen_s = self.num_arrived(), now_s
 
     def take_landed(self, chunk: int) -> list[tuple[int, Load[PayloadT]]]:
         """The chunk's next loads that have come, in order and each once, for the arena."""
@@ -179,14 +191,19 @@ class Prefetch(Generic[PayloadT]):
             if not self._is_over(now_s):
                 return False
             self.is_settled = True
-            self.waited_ms = (now_s - self.started_s) * 1e3
+            if self._chunks is None or any(self._chunks):
+                self.waited_ms = (now_s - self.started_s) * 1e3
             for loads in self._chunks or ():
                 self._take(loads)
             return True
 
     def release(self) -> None:
-        """Keep no payload any more."""
-        self.payloads = {}
+        """Keep no payload any more that was taken; what is on its way lands all the same."""
+        with self._lock:
+            self.payloads = {}
+            for chunk, loads in enumerate(self._chunks or ()):
+                del loads[: self._num_landed[chunk]]
+                self._num_landed[chunk] = 0
 
     def _take(self, loads: Sequence[tuple[int, Load[PayloadT]]]) -> None:
         for position, (tier, load) in enumerate(loads):

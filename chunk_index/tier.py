@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Generic, Literal
 
@@ -23,6 +24,7 @@ from sglang_ext.chunk_index.index import (
     NodeRecord,
     Publication,
     Reservation,
+    Shortage,
 )
 from sglang_ext.chunk_index.payloads import OnBytes, PayloadStore, PayloadT
 from sglang_ext.errors import IndexUnavailable, PayloadLost, TierUnavailable
@@ -93,9 +95,15 @@ class Tier(Generic[PayloadT]):
         found: tuple[tuple[NodeRecord, ...], ...] = ((),) * len(paths)
         with self._degraded("match"):
             found = self.index.match(paths, now_ms)
+        self.count_match(paths, found)
+        return found
+
+    def count_match(
+        self, paths: Sequence[Sequence[ChunkKey]], found: Sequence[Sequence[NodeRecord]]
+    ) -> None:
+        """Count what was found of some paths, be it without `match`. Modifies counters only."""
         num_hits = sum(map(len, found))
         self._count(hits=num_hits, misses=sum(map(len, paths)) - num_hits)
-        return found
 
     def load(self, record: NodeRecord, on_bytes: OnBytes | None = None) -> PayloadT | None:
         """A record's payload, checked as far as its store checks; None if it cannot be had.
@@ -121,7 +129,7 @@ class Tier(Generic[PayloadT]):
         with self._degraded("remove"):
             view = self.index.show(record.key)
             if view is None or view.record.checksum == record.checksum:
-                self.drop(self.index.remove(record.key))
+                self._remove(partial(self.index.remove, record.key))
 
     def keep(self, record: NodeRecord, payload: PayloadT, now_ms: int) -> Refusal | None:
         """Store a payload and make it findable, evicting leaf first if room is needed.
@@ -164,20 +172,20 @@ class Tier(Generic[PayloadT]):
     def adopt(self) -> int:
         """Publish what the store kept from an earlier run; returns how many segments.
 
-        For an index that is empty at start. What does not fit or has lost its parent is dropped.
+        For an index that is empty at start. Parents come first. What does not fit, has lost its
+        parent, or is a second payload of its key, is dropped.
         """
-        records = {record.key: record for record in self.store.records()}
-        depth_of = {key: _depth(record, records) for key, record in records.items()}
+        waiting: dict[ChunkKey | None, list[NodeRecord]] = {}
+        for record in self.store.records():
+            waiting.setdefault(record.parent, []).append(record)
         num_adopted = 0
-        for record in sorted(records.values(), key=lambda r: (depth_of[r.key], r.created_ms)):
-            reservation = self._reserve(record, record.created_ms)
-            publication = Publication.BUSY
-            if reservation is not None:
-                publication = self.index.publish(record, record.created_ms, reservation)
-            if publication is Publication.STORED:
-                num_adopted += 1
-            elif not self._is_kept(record):
-                self.store.drop(record)
+        level = waiting.pop(None, [])
+        while level:
+            level.sort(key=lambda record: record.created_ms)
+            num_adopted += sum(map(self._adopt, level))
+            level = [child for record in level for child in waiting.pop(record.key, ())]
+        for orphans in waiting.values():
+            self.drop(orphans)
         return num_adopted
 
     def stats(self) -> TierStats:
@@ -210,8 +218,10 @@ class Tier(Generic[PayloadT]):
 
     def _keep(self, record: NodeRecord, payload: PayloadT, now_ms: int) -> Refusal | None:
         """`keep`, for an index and a store that can be reached."""
-        present = self.index.show(record.key)
-        if present is not None and not present.record.is_expired(now_ms):
+        present = self._collect_due(record.key, now_ms)
+        if present is not None and present.is_expired(now_ms):
+            return "busy"
+        if present is not None:
             self.annotate(record)
             return None
         if record.parent is not None and self.index.show(record.parent) is None:
@@ -224,10 +234,18 @@ class Tier(Generic[PayloadT]):
             return "no_room"
         try:
             self.store.put(record, payload)
-        except TierUnavailable:
+        except BaseException:
             self.index.cancel(reservation)
             raise
         return self._publish(record, now_ms, reservation)
+
+    def _collect_due(self, key: ChunkKey, now_ms: int) -> NodeRecord | None:
+        """The cached record of a key; if its time is up, what is due is collected first."""
+        view = self.index.show(key)
+        if view is not None and view.record.is_expired(now_ms):
+            self._remove(partial(self.index.expire, now_ms, BATCH))
+            view = self.index.show(key)
+        return None if view is None else view.record
 
     def _publish(self, record: NodeRecord, now_ms: int, reservation: Reservation) -> Refusal | None:
         """Publish a record whose payload was put; the payload goes again if that fails."""
@@ -259,21 +277,50 @@ class Tier(Generic[PayloadT]):
             answer = self.index.reserve(record.owner, record.payload_bytes, now_ms)
             if isinstance(answer, Reservation):
                 return answer
-            if self.drop(self.index.expire(now_ms, BATCH)):
+            if self._remove(partial(self.index.expire, now_ms, BATCH)):
                 continue
-            plan = self.index.victims(answer.num_bytes, record.owner, is_own=answer.is_own)
-            evicted = self.index.evict(plan)
-            self._count(evictions=self.drop(evicted))
-            if not evicted:
+            plan = self._plan_eviction(record, answer)
+            num_evicted = self._remove(partial(self.index.evict, plan))
+            self._count(evictions=num_evicted)
+            if not num_evicted:
                 return None
         return None
+
+    def _plan_eviction(self, record: NodeRecord, shortage: Shortage) -> tuple[NodeRecord, ...]:
+        """Whom to evict for a record: never those above it, without whom it cannot be stored."""
+        spared_bytes = 0
+        while True:
+            plan = self.index.victims(
+                shortage.num_bytes + spared_bytes, record.owner, is_own=shortage.is_own
+            )
+            above = _ancestors(record, plan)
+            above_bytes = sum(ancestor.payload_bytes for ancestor in above)
+            if above_bytes <= spared_bytes:
+                return tuple(victim for victim in plan if victim not in above)
+            spared_bytes = above_bytes
+
+    def _adopt(self, record: NodeRecord) -> bool:
+        """Publish what the store kept of a segment, or drop it; returns which."""
+        is_new = self.index.show(record.key) is None
+        has_parent = record.parent is None or self.index.show(record.parent) is not None
+        reservation = self._reserve(record, record.created_ms) if is_new and has_parent else None
+        publication = Publication.BUSY
+        if reservation is not None:
+            publication = self.index.publish(record, record.created_ms, reservation)
+        if publication is not Publication.STORED and not self._is_kept(record):
+            self.store.drop(record)
+        return publication is Publication.STORED
+
+    def _remove(self, take: Callable[[], Sequence[NodeRecord]]) -> int:
+        """Take records out of the index, then drop their payloads; returns how many."""
+        return self.drop(take())
 
     def _drain(self, what: str, step: Callable[[], Sequence[NodeRecord]]) -> int:
         """Repeat a bounded removal until nothing is left; returns how many nodes left."""
         num_left = 0
         with self._degraded(what):
-            while records := step():
-                num_left += self.drop(records)
+            while num_removed := self._remove(step):
+                num_left += num_removed
         return num_left
 
     @contextmanager
@@ -318,9 +365,12 @@ class RemoteTier(Tier[PayloadT]):
             self._totals = self.index.stats()
 
 
-def _depth(record: NodeRecord, records: Mapping[ChunkKey, NodeRecord]) -> int:
-    """Nodes above a record, as far as they are known."""
-    depth = 0
-    while record.parent is not None and (parent := records.get(record.parent)) is not None:
-        depth, record = depth + 1, parent
-    return depth
+def _ancestors(record: NodeRecord, plan: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """Those of a plan, children before parents, that stand above a record."""
+    above: list[NodeRecord] = []
+    key = record.parent
+    for planned in plan:
+        if planned.key == key:
+            above.append(planned)
+            key = planned.parent
+    return above

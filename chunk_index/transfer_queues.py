@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 Job = Callable[[], object]
 
+Change = Callable[[Tier[PayloadT]], object]
+"""A removal or annotation, told a tier."""
+
 
 class Workers:
     """Threads that run jobs in the order they were given; a failing job is logged."""
@@ -54,6 +57,7 @@ class Workers:
                 job()
             except Exception:
                 logger.exception("pic error in a transfer")
+            del job  # or it, and what it holds, would live until the next one comes
 
 
 @dataclass(slots=True, eq=False)
@@ -151,13 +155,19 @@ class LoadQueue(Generic[PayloadT]):
         started = self._clock()
         try:
             payload = self._tier.load(record, self._add_bytes)
-        finally:
-            with self._lock:
-                del self._in_flight[record.key, record.checksum]
-                self._num_bytes -= record.payload_bytes
             if payload is not None:
                 self._cost.observe(record.payload_bytes, (self._clock() - started) * 1e3)
+        finally:
+            self._finish(load, payload)
+
+    def _finish(self, load: Load[PayloadT], payload: PayloadT | None) -> None:
+        """Tell everyone; until they have put the payload elsewhere, others join this load."""
+        try:
             load.finish(payload)
+        finally:
+            with self._lock:
+                del self._in_flight[load.record.key, load.record.checksum]
+                self._num_bytes -= load.record.payload_bytes
 
 
 class WriteQueue(Generic[PayloadT]):
@@ -178,6 +188,7 @@ class WriteQueue(Generic[PayloadT]):
         self._lock = Lock()
         self._num_bytes = 0
         self._num_dropped = 0
+        self._num_changes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -188,6 +199,11 @@ class WriteQueue(Generic[PayloadT]):
     def num_dropped(self) -> int:
         """Payloads that were offered and not written, since the queue was full."""
         return self._num_dropped
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change waits or runs, so that the tier may still have what it removes."""
+        return self._num_changes > 0
 
     def offer(self, record: NodeRecord, payload: PayloadT) -> bool:
         """Write a payload later; False if too much is waiting, which is counted."""
@@ -203,6 +219,12 @@ class WriteQueue(Generic[PayloadT]):
         """Add a record's documents, expiry and pin to the tier's record, behind earlier writes."""
         self._workers.submit(lambda: self._tier.annotate(record))
 
+    def change(self, change: Change[PayloadT]) -> None:
+        """Change the tier behind the writes offered so far, so that none of those comes back."""
+        with self._lock:
+            self._num_changes += 1
+        self._workers.submit(lambda: self._change(change))
+
     def submit(self, job: Job) -> None:
         """Run something else behind the writes offered so far."""
         self._workers.submit(job)
@@ -210,6 +232,13 @@ class WriteQueue(Generic[PayloadT]):
     def close(self, timeout_s: float) -> None:
         """End the thread behind what was offered, or after `timeout_s`."""
         self._workers.close(timeout_s)
+
+    def _change(self, change: Change[PayloadT]) -> None:
+        try:
+            change(self._tier)
+        finally:
+            with self._lock:
+                self._num_changes -= 1
 
     def _write(self, record: NodeRecord, payload: PayloadT) -> None:
         try:

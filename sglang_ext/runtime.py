@@ -9,18 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from threading import Event
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext import compat, tiers
-from sglang_ext.chunk_index.cache import LifeCycle
+from sglang_ext import compat
+from sglang_ext.chunk_index.cache import ChunkCache, LifeCycle
+from sglang_ext.chunk_index.commands import Clear, Invalidate
 from sglang_ext.chunk_index.identity import RootKey, model_id, owner_id, root_key
-from sglang_ext.chunk_index.tier import Tier
-from sglang_ext.chunk_index.upkeep import Upkeep
 from sglang_ext.config import ExtConfig
 from sglang_ext.errors import ExtError
 from sglang_ext.extend import PicExecutor, active_task, deactivate, settle
@@ -41,6 +40,7 @@ from sglang_ext.rows import Forward, PassLimits, RowRunner
 from sglang_ext.self_test import run_self_test
 from sglang_ext.support import request_blocker
 from sglang_ext.task import PicTask, cut_prompt, select_tokens
+from sglang_ext.tiers import Tiers, build_cache, start_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +81,11 @@ class PicRuntime:
         self._pending: Any = None
         self._off_reason: str | None = None
         self.metrics = Metrics.create(scheduler)
-        self.cache = tiers.build_cache(config.index)
-        self._upkeep: Upkeep | None = None
+        self.tiers = Tiers(build_cache(config.index))
         self._has_loaded = Event()
         self._root_of = lru_cache(maxsize=ROOTS_KEPT)(self._make_root)
         self._owner_of = lru_cache(maxsize=ROOTS_KEPT)(
-            lambda namespace: owner_id(namespace, config.index.secret)
+            lambda namespace: owner_id(namespace, self._config.index.secret)
         )
         try:
             self._start(scheduler)
@@ -95,6 +94,11 @@ class PicRuntime:
                 raise
             self._off_reason = str(exc)
         self._announce()
+
+    @property
+    def cache(self) -> ChunkCache[SegmentKV]:
+        """What is cached, in all tiers."""
+        return self.tiers.cache
 
     @property
     def is_on(self) -> bool:
@@ -109,7 +113,7 @@ class PicRuntime:
         self._fingerprint = model_fingerprint(runner)
         self._model = model_id(self._fingerprint)
         run_self_test(scheduler, rows, pool)
-        self.cache, self._upkeep = tiers.start_tiers(self._config.index, pool, lambda: self._model)
+        self.tiers = start_tiers(self._config.index, pool, lambda: self._model)
         self.cache.when_loaded(self._has_loaded.set)
         self._executor = PicExecutor(
             rows, pool, self.cache, runner.req_to_token_pool.req_to_token, now_ms
@@ -189,9 +193,9 @@ class PicRuntime:
         """Remove what a request asks to be removed, before it finds or stores anything."""
         owner = self._owner_of(options.namespace)
         if options.purges:
-            self.cache.apply(lambda tier: tier.clear(owner))
+            self.tiers.carry_out(Clear(owner))
         for doc_id in options.invalidates:
-            self.cache.apply(partial(_invalidate, doc_id, owner))
+            self.tiers.carry_out(Invalidate(owner, doc_id))
 
     def _cut(
         self, prompt: npt.NDArray[np.int64], options: RequestOptions, root: RootKey
@@ -246,7 +250,8 @@ class PicRuntime:
         if not prefetch.check(time.monotonic()):
             return True
         report = task.report
-        report.phase_ms["load"] = prefetch.waited_ms
+        if prefetch.waited_ms:
+            report.phase_ms["load"] = prefetch.waited_ms
         report.declined, report.late = prefetch.num_declined, prefetch.num_late
         for index, lower in enumerate(self.cache.lower):
             report.bytes_loaded[lower.tier.name] = prefetch.num_bytes[index]
@@ -333,12 +338,8 @@ class PicRuntime:
             self._model = model_id(self._fingerprint)
             self._root_of.cache_clear()
             if old_model != self._model:
-                self.cache.apply_local(lambda tier: tier.clear(model=old_model))
+                self.tiers.retire_model(old_model)
             self.metrics.observe(self.cache.stats())
-
-
-def _invalidate(doc_id: str, owner: str, tier: Tier[SegmentKV]) -> None:
-    tier.invalidate(doc_id, owner)
 
 
 def now_ms() -> int:

@@ -6,23 +6,38 @@ is used once it can, and until then every request is served without it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sglang_ext.chunk_index.arena import Arena
-from sglang_ext.chunk_index.cache import ChunkCache, Samples, TransferLimits
+from sglang_ext.chunk_index.cache import (
+    CLOSE_TIMEOUT_S,
+    ChunkCache,
+    Samples,
+    TransferLimits,
+)
+from sglang_ext.chunk_index.commands import Clear, Command, CommandLog
 from sglang_ext.chunk_index.file_store import FileStore
 from sglang_ext.chunk_index.identity import mac_key, owner_id
+from sglang_ext.chunk_index.log_follower import LogFollower
 from sglang_ext.chunk_index.memory_index import MemoryIndex
 from sglang_ext.chunk_index.near_index import NearIndex
 from sglang_ext.chunk_index.payloads import HostStore, PayloadStore
+from sglang_ext.chunk_index.redis_index import RedisIndex
+from sglang_ext.chunk_index.redis_link import RedisConfig, RedisLink
+from sglang_ext.chunk_index.redis_store import RedisStore
 from sglang_ext.chunk_index.tier import RemoteTier, Tier
+from sglang_ext.chunk_index.transfer_queues import WriteQueue
 from sglang_ext.chunk_index.upkeep import Chore, Upkeep
+from sglang_ext.errors import IndexUnavailable, TierUnavailable
 from sglang_ext.kv_pool import KvPool, SegmentCodec, SegmentKV
 from sglang_ext.tier_config import DiskConfig, IndexConfig, SharedConfig
 
@@ -33,9 +48,13 @@ TOTALS_S = 2.0
 COLLECT_S = 5.0
 HEARTBEAT_S = 10.0
 MEASURE_S = 60.0
+FOLLOW_S = 1.0
 SWEEP_S = 600.0
 ORPHAN_S = 3600.0
 """Age from which a payload without a record is taken for a dead writer's."""
+
+POSITION_NAME = "commands-read"
+"""File in the disk tier's folder: where this server stands in the command log."""
 
 
 def build_cache(config: IndexConfig) -> ChunkCache[SegmentKV]:
@@ -43,18 +62,62 @@ def build_cache(config: IndexConfig) -> ChunkCache[SegmentKV]:
     return ChunkCache(_build_arena(config))
 
 
-def start_tiers(
-    config: IndexConfig, pool: KvPool, model: Callable[[], str]
-) -> tuple[ChunkCache[SegmentKV], Upkeep | None]:
+class Tiers:
+    """A server's cache with all that runs beside it."""
+
+    def __init__(
+        self,
+        cache: ChunkCache[SegmentKV],
+        upkeep: Upkeep | None = None,
+        follower: LogFollower | None = None,
+        link: RedisLink | None = None,
+        retire: Callable[[str], object] | None = None,
+    ) -> None:
+        self.cache = cache
+        self._upkeep = upkeep
+        self._follower = follower
+        self._link = link
+        self._retire = retire
+
+    def carry_out(self, command: Command) -> None:
+        """Change all tiers of this server, and soon those of all others."""
+        self.cache.apply(command.apply)
+        if self._follower is not None:
+            self._shared_writes.submit(partial(self._post, command))
+
+    def retire_model(self, model: str) -> None:
+        """Forget what a model computed that this server serves no more, unless another does."""
+        self.cache.apply_local(lambda tier: tier.clear(model=model))
+        if self._retire is not None:
+            self._shared_writes.submit(partial(self._retire, model))
+
+    def close(self) -> None:
+        """End all threads."""
+        if self._upkeep is not None:
+            self._upkeep.close(CLOSE_TIMEOUT_S)
+        self.cache.close()
+        if self._link is not None:
+            self._link.close()
+
+    @property
+    def _shared_writes(self) -> WriteQueue[SegmentKV]:
+        return self.cache.lower[-1].writes
+
+    def _post(self, command: Command) -> None:
+        assert self._follower is not None
+        try:
+            self._follower.post(command)
+        except IndexUnavailable as exc:
+            logger.error("pic command did not reach other servers: %s: %s", command, exc)
+
+
+def start_tiers(config: IndexConfig, pool: KvPool, model: Callable[[], str]) -> Tiers:
     """The whole cache with its threads.
 
     Args:
         config: What to build.
         pool: Whose payloads are kept.
         model: Digest of the model served now.
-
-    Returns:
-        The cache, and the thread that looks after it; None without lower tiers.
     """
     arena, codec = _build_arena(config), pool.codec
     lower: list[Tier[SegmentKV]] = []
@@ -63,17 +126,27 @@ def start_tiers(
         disk, disk_chores = _build_disk(config.disk, config, codec)
         lower.append(disk)
         chores += disk_chores
+    shared: _Shared | None = None
     if config.shared is not None:
-        shared, shared_chores = _build_shared(config.shared, config, codec, model)
-        lower.append(shared)
-        chores += shared_chores
+        shared = _build_shared(config.shared, config, codec, model)
+        lower.append(shared.tier)
+        chores += shared.chores
     limits = TransferLimits(stall_ms=config.stall_ms)
     cache = ChunkCache(arena, lower, limits)
     if not lower:
-        return cache, None
+        return Tiers(cache)
     samples = _take_samples(pool, config.segment_len)
-    chores.append(Chore("measure", MEASURE_S, lambda: cache.measure(samples)))
-    return cache, Upkeep(chores)
+    chores.insert(0, Chore("measure", MEASURE_S, lambda: cache.measure(samples)))
+    if shared is None:
+        return Tiers(cache, Upkeep(chores))
+    follower = LogFollower(
+        CommandLog(shared.link),
+        lambda command: cache.apply_local(command.apply),
+        lambda: cache.apply_local(Clear().apply),
+        None if config.disk is None else config.disk.path / POSITION_NAME,
+    )
+    chores.append(Chore("follow commands", FOLLOW_S, follower.poll))
+    return Tiers(cache, Upkeep(chores), follower, shared.link, shared.retire)
 
 
 def _build_arena(config: IndexConfig) -> Arena[SegmentKV]:
@@ -99,19 +172,34 @@ def _build_disk(
 
 
 def _adopt(tier: Tier[SegmentKV]) -> None:
+    with contextlib.suppress(TierUnavailable):  # measuring says so
+        tier.store.probe()
     started = time.monotonic()
     num_adopted = tier.adopt()
     elapsed_s = time.monotonic() - started
     logger.info("pic tier=disk adopted=%d seconds=%.1f", num_adopted, elapsed_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What there is of a shared tier.
+
+    Attributes:
+        tier: Its index and store.
+        link: The way to Redis.
+        chores: What keeps it in order.
+        retire: Removes what a model computed, unless a living server serves it.
+    """
+
+    tier: Tier[SegmentKV]
+    link: RedisLink
+    chores: list[Chore]
+    retire: Callable[[str], object]
+
+
 def _build_shared(
     shared: SharedConfig, config: IndexConfig, codec: SegmentCodec, model: Callable[[], str]
-) -> tuple[Tier[SegmentKV], list[Chore]]:
-    from sglang_ext.chunk_index.redis_index import RedisIndex
-    from sglang_ext.chunk_index.redis_link import RedisConfig, RedisLink
-    from sglang_ext.chunk_index.redis_store import RedisStore
-
+) -> _Shared:
     link = RedisLink(
         RedisConfig(url=shared.url, password=shared.password, deadline_ms=shared.deadline_ms)
     )
@@ -142,7 +230,13 @@ def _build_shared(
         Chore("heartbeat", HEARTBEAT_S, lambda: remote.heartbeat(server, model(), _now_ms())),
         Chore("reconcile", SWEEP_S, remote.reconcile),
     ]
-    return tier, chores
+
+    def retire(old_model: str) -> None:
+        remote.heartbeat(server, model(), _now_ms())
+        if old_model not in remote.servers(_now_ms()).values():
+            tier.clear(model=old_model)
+
+    return _Shared(tier, link, chores, retire)
 
 
 def _take_samples(pool: KvPool, segment_len: int) -> Samples[SegmentKV]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -68,14 +69,20 @@ def node_record(name: str, parent: str | None = None, **fields: Any) -> NodeReco
         payload_bytes=100,
         checksum=0,
         created_ms=0,
-        doc_ids=(),
-        expires_ms=None,
-        owner="",
-        pinned=False,
     )
     return replace(record, **fields)
 
 
 def named_key(name: str) -> ChunkKey:
-    """A key that shows its name in failure messages."""
+    """A key that shows its name in failure messages; names of one chunk share the first letter."""
     return ChunkKey(name.encode().ljust(KEY_BYTES, b"_"))
+
+
+def key_name(key: ChunkKey) -> str:
+    """The name a key was made of by `named_key`."""
+    return key.decode().rstrip("_")
+
+
+def record_names(records: Iterable[NodeRecord]) -> list[str]:
+    """The names of records' keys, in order."""
+    return [key_name(record.key) for record in records]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,44 +11,63 @@ import pytest
 
 from sglang_ext.chunk_index.file_store import FileStore
 from sglang_ext.chunk_index.payloads import HostStore, PayloadStore
+from sglang_ext.chunk_index.redis_link import RedisLink
+from sglang_ext.chunk_index.redis_store import RedisStore
 from sglang_ext.errors import PayloadLost
 from tests.blobs import MAC_KEY, BytesCodec, random_payload, record_of
+from tests.redis_server import RedisServer, open_link, redis_server
 from tests.strategies import BytesPayload, named_key
 
 Store = PayloadStore[BytesPayload]
-Adapter = Callable[[Path], AbstractContextManager[Store]]
+Adapter = Callable[[pytest.FixtureRequest], Store]
 
 
-@contextmanager
-def host(folder: Path) -> Iterator[Store]:
-    yield HostStore()
+def host(request: pytest.FixtureRequest) -> Store:
+    return HostStore()
 
 
-@contextmanager
-def file(folder: Path) -> Iterator[Store]:
-    store = FileStore(folder, BytesCodec())
+def file(request: pytest.FixtureRequest) -> Store:
+    return _file_store(request, None)
+
+
+def file_with_mac(request: pytest.FixtureRequest) -> Store:
+    return _file_store(request, MAC_KEY)
+
+
+def _file_store(request: pytest.FixtureRequest, mac_key: bytes | None) -> Store:
+    folder: Path = request.getfixturevalue("tmp_path")
+    store = FileStore(folder, BytesCodec(), mac_key)
     store.probe()
-    yield store
+    return store
 
 
-@contextmanager
-def file_with_mac(folder: Path) -> Iterator[Store]:
-    store = FileStore(folder, BytesCodec(), MAC_KEY)
-    store.probe()
-    yield store
+def redis(request: pytest.FixtureRequest) -> Store:
+    server, link = request.getfixturevalue("linked_server")
+    server.cli("FLUSHALL")
+    return RedisStore(link, BytesCodec(), MAC_KEY)
 
 
-SHARED = [pytest.param(file, id="file"), pytest.param(file_with_mac, id="file-mac")]
+SHARED = [
+    pytest.param(file, id="file"),
+    pytest.param(file_with_mac, id="file-mac"),
+    pytest.param(redis, id="redis", marks=pytest.mark.redis),
+]
 """Stores in which several writers of one key may meet."""
 
 ADAPTERS = [pytest.param(host, id="host"), *SHARED]
 
 
+@pytest.fixture(scope="module")
+def linked_server() -> Iterator[tuple[RedisServer, RedisLink]]:
+    """A server whose user may do no more than a shared index needs."""
+    with redis_server(has_acl_user=True) as server, open_link(server.url) as link:
+        yield server, link
+
+
 @pytest.fixture
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest) -> Store:
     adapter: Adapter = request.param
-    with adapter(tmp_path) as store:
-        yield store
+    return adapter(request)
 
 
 every_store = pytest.mark.parametrize("store", ADAPTERS, indirect=True)
@@ -61,6 +79,12 @@ def reason_of(store: Store, *args: object, **fields: object) -> str:
     with pytest.raises(PayloadLost) as caught:
         store.get(*args, **fields)  # type: ignore[arg-type]
     return caught.value.reason
+
+
+@every_store
+def test_a_probe_of_a_store_that_can_be_used_leaves_nothing_behind(store: Store) -> None:
+    store.probe()
+    assert list(store.records()) == []
 
 
 @every_store

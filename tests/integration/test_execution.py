@@ -22,6 +22,7 @@ from sglang_ext.fingerprint import _sample
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES, SelectionParams, token_budget
 from sglang_ext.self_test import run_self_test
 from sglang_ext.task import cut_prompt
+from sglang_ext.tiers import Tiers
 from tests.corpus import Corpus, join
 from tests.harness import Answer, Ask, Harness, kl_divergence, received
 
@@ -57,15 +58,15 @@ def counts(answer: Answer) -> tuple[int, ...]:
 def arena(harness: Harness, num_bytes: int, verify: str = "first") -> Iterator[Any]:
     """Another cache for a while."""
     runtime = harness.runtime
-    old = runtime.cache
+    old = runtime.tiers
     cache: Any = ChunkCache(Arena(MemoryIndex(num_bytes), HostStore(), verify))  # type: ignore[arg-type]
-    runtime.cache = runtime._executor._cache = cache
+    runtime.tiers, runtime._executor._cache = Tiers(cache), cache
     try:
         yield cache
         cache.check_integrity()
         assert cache.stats().num_held == 0
     finally:
-        runtime.cache = runtime._executor._cache = old
+        runtime.tiers, runtime._executor._cache = old, old.cache
 
 
 # Exactness

@@ -57,6 +57,7 @@ def test_segments_are_chained_from_the_root() -> None:
     assert second.key == child_key(first.key, tokens[5:9])
     assert third.key == child_key(second.key, tokens[9:10])
     assert (first.parent, second.parent, third.parent) == (None, first.key, second.key)
+    assert len({segment.key[0] for segment in (first, second, third)}) == 1
     assert [(s.local_start, s.local_end) for s in (first, second, third)] == [
         (0, 4),
         (4, 8),

@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.chunk_index.identity import KEY_BYTES, ChunkKey, child_key, root_key
+from sglang_ext.chunk_index.identity import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    ChunkKey,
+    child_key,
+    mac_key,
+    model_id,
+    owner_id,
+    root_key,
+)
 from sglang_ext.errors import ShapeError
 from tests.strategies import token_ids
 
@@ -31,7 +40,16 @@ def ids(*tokens: int) -> npt.NDArray[np.int32]:
 def test_root_and_child_keys_equal_the_pinned_vectors() -> None:
     assert ROOT.hex() == "b2dd4a0283bedf2cf5a097f1387db8c0"
     assert root_key(b"fp", "ns", b"s", "salt").hex() == "986d5c612a41c0625b89300b99479c93"
-    assert child_key(ROOT, ids(1, 2, 3)).hex() == "e526d01276981b9af6b9b3152e1d8f68"
+    child = child_key(ROOT, ids(1, 2, 3))
+    assert child.hex() == "e5e526d01276981b9af6b9b3152e1d8f68"
+    assert child_key(child, ids(4)).hex() == "e5479e5568e062877c3401cbae3140c283"
+
+
+def test_digests_of_names_equal_the_pinned_vectors() -> None:
+    assert owner_id("ns", b"s") == "f6d237d7c6117335"
+    assert model_id(b"fp") == "6fa2ca06df2b3fc0"
+    expected = "98cb295bd99fafcdce34bc31921ead628d4f5cfd3201a558414e569f33a44d98"
+    assert mac_key(b"s").hex() == expected
 
 
 def test_processes_with_different_hash_seeds_agree() -> None:
@@ -122,3 +140,55 @@ def test_tokens_that_int32_cannot_hold_are_refused(tokens: npt.NDArray[Any]) -> 
 def test_a_parent_that_is_no_digest_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError):
         child_key(ChunkKey(b"short"), ids(1))
+
+
+@given(st.lists(token_ids(max_len=4), min_size=1, max_size=5))
+def test_all_segments_of_a_chunk_have_the_first_byte_of_the_firsts_digest(
+    segments: list[npt.NDArray[np.int32]],
+) -> None:
+    first = key = child_key(ROOT, segments[0])
+    assert first[0] == first[1]
+    for tokens in segments[1:]:
+        key = child_key(key, tokens)
+        assert len(key) == KEY_BYTES
+        assert key[0] == first[0]
+
+
+def test_chunks_spread_over_all_first_bytes() -> None:
+    spread = {child_key(ROOT, ids(i))[0] for i in range(4000)}
+    assert len(spread) == 256
+
+
+def test_a_key_is_made_of_its_parents_digest_alone() -> None:
+    """The spread byte is no part of a name: it cannot make two names of one."""
+    key = child_key(ROOT, ids(1))
+    moved = ChunkKey(bytes([key[0] ^ 1]) + key[1:])
+    assert child_key(moved, ids(2))[1:] == child_key(key, ids(2))[1:]
+
+
+owner_inputs = st.tuples(st.text(max_size=4), st.binary(max_size=4))
+
+
+@given(owner_inputs, owner_inputs)
+def test_owners_are_equal_only_if_namespace_and_secret_are(
+    left: tuple[str, bytes], right: tuple[str, bytes]
+) -> None:
+    assert (owner_id(*left) == owner_id(*right)) == (left == right)
+
+
+@given(st.binary(max_size=4), st.binary(max_size=4))
+def test_models_and_mac_keys_are_equal_only_if_their_inputs_are(left: bytes, right: bytes) -> None:
+    assert (model_id(left) == model_id(right)) == (left == right)
+    assert (mac_key(left) == mac_key(right)) == (left == right)
+
+
+def test_digests_have_their_sizes_and_share_nothing() -> None:
+    digests = {owner_id("x", b"x"), model_id(b"x"), mac_key(b"x").hex()[:16]}
+    assert {len(digest) for digest in digests} == {16}
+    assert len(digests) == 3
+    assert len(mac_key(b"")) == 32
+    assert len(ROOT) == DIGEST_BYTES
+
+
+def test_an_owner_with_a_lone_surrogate_has_a_digest_of_its_own() -> None:
+    assert owner_id("\ud800", b"s") != owner_id("\ud801", b"s")

@@ -1,0 +1,67 @@
+"""The Lua scripts, read from `lua/`.
+
+Knows which file opens which. Does not know what they do: each file says so at its top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from importlib.resources import files
+
+from sglang_ext.chunk_index import policy
+from sglang_ext.chunk_index.redis_commands import Script
+
+START_AGE_US = 300_000_000
+"""Mean age of victims that a shard assumes until it has seen some; five minutes. A guess that only
+says what a hit is worth until then: the mean forgets it within about 64 victims."""
+
+MAX_LIFTS = 32
+"""Ancestors of a used node that are moved behind it; bounds a script on a long chunk."""
+
+_OPENED_BY = {"reserve": "account", "settle": "account", "heartbeat": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Scripts:
+    """One for each atomic operation, named as its file."""
+
+    publish: Script
+    touch: Script
+    annotate: Script
+    unpin: Script
+    remove: Script
+    evict: Script
+    expire: Script
+    invalidate: Script
+    prune: Script
+    reserve: Script
+    settle: Script
+    heartbeat: Script
+
+
+def load_scripts() -> Scripts:
+    """Read all files."""
+    return Scripts(**{field.name: _load(field.name) for field in fields(Scripts)})
+
+
+def _load(name: str) -> Script:
+    opening = _OPENED_BY.get(name, "shard")
+    parts = [_constants()] if opening == "shard" else []
+    parts += [_read(part) for part in (opening, name) if part is not None]
+    return Script.of(name, "\n".join(parts))
+
+
+def _constants() -> str:
+    constants = {
+        "MAX_HITS": policy.MAX_HITS,
+        "MAX_WORTH_LOSS": policy.MAX_WORTH_LOSS,
+        "MAX_WORTH_GAIN": policy.MAX_WORTH_GAIN,
+        "SMOOTHING": policy.SMOOTHING,
+        "START_AGE": START_AGE_US,
+        "MAX_LIFTS": MAX_LIFTS,
+    }
+    return "\n".join(f"local {name} = {value!r}" for name, value in constants.items())
+
+
+def _read(name: str) -> str:
+    return (files(__package__) / "lua" / f"{name}.lua").read_text(encoding="utf-8")

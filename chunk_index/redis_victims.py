@@ -1,0 +1,166 @@
+"""Plans an eviction from the queues of all shards; changes nothing.
+
+Knows the order of queues, and how much of each owner may go. Does not know accounts or scripts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang_ext.chunk_index import keys
+from sglang_ext.chunk_index.codec import StoredNode
+from sglang_ext.chunk_index.identity import ChunkKey
+from sglang_ext.chunk_index.index import NodeRecord
+from sglang_ext.chunk_index.redis_commands import Command
+from sglang_ext.chunk_index.redis_link import Calls
+from sglang_ext.chunk_index.redis_replies import as_bytes, as_float, as_list, as_pairs
+from sglang_ext.chunk_index.redis_shards import Shards
+
+_MAX_PAGE = 64
+
+
+@dataclass(slots=True)
+class Queue:
+    """An owner's evictable nodes in one shard, read from the front.
+
+    Attributes:
+        shard: The shard.
+        owner: The owner.
+        page: Members to read next time.
+        num_read: Members read so far.
+        is_at_end: All were read.
+        front: Read and not yet taken: priority and key.
+    """
+
+    shard: int
+    owner: str
+    page: int
+    num_read: int = 0
+    is_at_end: bool = False
+    front: deque[tuple[float, ChunkKey]] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The next node of all queues.
+
+    Attributes:
+        queue: It stands there.
+        key: Its key.
+        node: None if it is not there any more.
+    """
+
+    queue: Queue
+    key: ChunkKey
+    node: StoredNode | None
+
+
+def plan_victims(
+    candidates: Iterator[Candidate], num_bytes: int, losses: Mapping[str, int | None]
+) -> tuple[NodeRecord, ...]:
+    """The first candidates that may go, until they have `num_bytes`; empty if they never do.
+
+    Args:
+        candidates: In the order of eviction.
+        num_bytes: How much must go.
+        losses: Most bytes that an owner may lose, None being all; others lose nothing.
+    """
+    plan = _Plan(num_bytes, losses)
+    for candidate in candidates:
+        if candidate.node is not None:
+            plan.offer(candidate.node)
+        if plan.is_complete:
+            return tuple(plan.records)
+    return ()
+
+
+class _Plan:
+    """Grows by one candidate after the other."""
+
+    def __init__(self, num_bytes: int, losses: Mapping[str, int | None]) -> None:
+        self.records: list[NodeRecord] = []
+        self._missing = num_bytes
+        self._losses = dict(losses)
+        self._num_children: Counter[ChunkKey] = Counter()  # in the plan, by parent
+        self._waiting: dict[ChunkKey, StoredNode] = {}  # until all their children are
+
+    @property
+    def is_complete(self) -> bool:
+        return self._missing <= 0
+
+    def offer(self, node: StoredNode) -> None:
+        """Take a node, and those above it that waited for it, as far as they are needed."""
+        above: StoredNode | None = node
+        while above is not None and not self.is_complete:
+            key = above.record.key
+            if above.num_children != self._num_children[key]:
+                self._waiting[key] = above
+                return
+            if not self._take(above):
+                return
+            parent = above.record.parent
+            above = None
+            if parent is not None:
+                self._num_children[parent] += 1
+                above = self._waiting.pop(parent, None)
+
+    def _take(self, node: StoredNode) -> bool:
+        """Put a node into the plan if its owner may lose it."""
+        record = node.record
+        if node.is_protected or record.owner not in self._losses:
+            return False
+        most = self._losses[record.owner]
+        if most is not None:
+            if record.payload_bytes > most:
+                del self._losses[record.owner]  # what follows of this owner stays as well
+                return False
+            self._losses[record.owner] = most - record.payload_bytes
+        self.records.append(record)
+        self._missing -= record.payload_bytes
+        return True
+
+
+def merge_queues(calls: Calls, shards: Shards, queues: Sequence[Queue]) -> Iterator[Candidate]:
+    """The nodes of all queues, lowest priority first; reads no further than it must."""
+    nodes: dict[ChunkKey, StoredNode | None] = {}
+    heap: list[tuple[float, int]] = []
+    empty = list(range(len(queues)))
+    while empty or heap:
+        if empty:
+            nodes.update(_read(calls, shards, [queues[place] for place in empty]))
+            for place in empty:
+                if queues[place].front:
+                    heapq.heappush(heap, (queues[place].front[0][0], place))
+            empty = []
+            continue
+        _, place = heapq.heappop(heap)
+        queue = queues[place]
+        _, key = queue.front.popleft()
+        yield Candidate(queue, key, nodes.pop(key, None))
+        if queue.front:
+            heapq.heappush(heap, (queue.front[0][0], place))
+        elif not queue.is_at_end:
+            empty.append(place)
+
+
+def _read(
+    calls: Calls, shards: Shards, queues: Sequence[Queue]
+) -> dict[ChunkKey, StoredNode | None]:
+    """Read the next page of each queue, and the nodes in it; two round trips."""
+    commands = []
+    for queue in queues:
+        name = keys.queue_key(queue.shard, queue.owner)
+        last = queue.num_read + queue.page - 1
+        commands.append(Command(name, ("ZRANGE", name, queue.num_read, last, "WITHSCORES")))
+    for queue, reply in zip(queues, calls.run(commands), strict=True):
+        page = [
+            (as_float(score), ChunkKey(as_bytes(key))) for key, score in as_pairs(as_list(reply))
+        ]
+        queue.front.extend(page)
+        queue.num_read += len(page)
+        queue.is_at_end = len(page) < queue.page
+        queue.page = min(2 * queue.page, _MAX_PAGE)
+    return shards.nodes([key for queue in queues for _, key in queue.front])
