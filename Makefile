@@ -2,7 +2,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env model demo conversation test bench check fmt wheel clean
+.PHONY: help env model redis demo demo-shared conversation test drills bench bench-index check fmt \
+	wheel clean
 
 # Safe path: run from here, the folder sched/ must not hide the standard library's module.
 export PYTHONSAFEPATH := 1
@@ -13,7 +14,7 @@ PY := .venv/bin/python
 MODEL := $$($(PY) -m sglang_ext.scripts.model)
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 env:  ## make .venv: pinned packages from the user's cache, and our wheels (FRESH=1: no cache)
 	@scripts/env.sh
@@ -24,11 +25,23 @@ model: env  ## fetch and convert the small model, once per user
 demo: model  ## serve the small model with and without PIC; one table, build/demo.json
 	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.demo --model "$$model"
 
-test: model check  ## every check and every test
+redis:  ## see that redis-server is there; installs it on Debian as root
+	@scripts/redis.sh
+
+demo-shared: model redis  ## two servers and one Redis; build/demo-shared.json
+	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.demo_shared --model "$$model"
+
+test: model redis check  ## every check and every test
 	@export PIC_MODEL=; PIC_MODEL=$(MODEL); exec $(PY) -m pytest
 
 conversation: model  ## six turns over documents, plain and PIC; build/conversation.json
 	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.conversation --model "$$model"
+
+drills: model redis  ## kill, stop, fill and damage what servers share; build/drills.json
+	@export PIC_MODEL=; PIC_MODEL=$(MODEL); exec $(PY) -m pytest tests/drills
+
+bench-index: env redis  ## the shared index with a million entries; build/bench-index.json
+	@exec $(PY) -m sglang_ext.scripts.bench_index
 
 bench: model  ## interleaved plain and PIC pairs; build/bench.json and a plot
 	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.bench --model "$$model"

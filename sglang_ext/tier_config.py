@@ -158,8 +158,11 @@ def _secret(given: Mapping[str, Any], config: IndexConfig) -> bytes | None:
     return None if config.disk is None else _own_secret(config.disk.path)
 
 
-def _own_secret(folder: Path) -> bytes:
-    """The secret kept beside a disk tier's payloads; made there the first time."""
+def _own_secret(folder: Path) -> bytes | None:
+    """The secret kept beside a disk tier's payloads; made there the first time.
+
+    None if the folder cannot be used: then there is nothing to find again, and the tier says so.
+    """
     path = folder / SECRET_NAME
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -167,8 +170,8 @@ def _own_secret(folder: Path) -> bytes:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
                 file.write(secrets.token_hex(32) + "\n")
-    except OSError as exc:
-        raise ConfigError(f"--pic-disk-path: cannot use {folder}: {exc.strerror}") from exc
+    except OSError:
+        return None
     return read_secret("--pic-disk-path", str(path)).encode()
 
 

@@ -27,6 +27,7 @@ from sglang_ext.chunk_index.cache import (
 from sglang_ext.chunk_index.commands import Clear, Command, CommandLog
 from sglang_ext.chunk_index.file_store import FileStore
 from sglang_ext.chunk_index.identity import mac_key, owner_id
+from sglang_ext.chunk_index.index import ChunkIndex, NodeRecord
 from sglang_ext.chunk_index.log_follower import LogFollower
 from sglang_ext.chunk_index.memory_index import MemoryIndex
 from sglang_ext.chunk_index.near_index import NearIndex
@@ -168,6 +169,11 @@ def _build_disk(
     return tier, [
         Chore("adopt disk", float("inf"), lambda: _adopt(tier)),
         Chore("collect disk", COLLECT_S, lambda: tier.collect(_now_ms())),
+        Chore(
+            "sweep disk",
+            SWEEP_S,
+            lambda: store.sweep(partial(_is_indexed, tier.index), ORPHAN_S, time.time()),
+        ),
     ]
 
 
@@ -216,9 +222,7 @@ def _build_shared(
             Chore(
                 "sweep shared",
                 SWEEP_S,
-                lambda: files.sweep(
-                    lambda record: remote.show(record.key) is not None, ORPHAN_S, time.time()
-                ),
+                lambda: files.sweep(partial(_is_indexed, remote), ORPHAN_S, time.time()),
             )
         )
     tier: RemoteTier[SegmentKV] = RemoteTier("shared", index, store)
@@ -237,6 +241,12 @@ def _build_shared(
             tier.clear(model=old_model)
 
     return _Shared(tier, link, chores, retire)
+
+
+def _is_indexed(index: ChunkIndex, record: NodeRecord) -> bool:
+    """Whether a payload is the one that its key's record names, and no loser of a race."""
+    view = index.show(record.key)
+    return view is not None and view.record.checksum == record.checksum
 
 
 def _take_samples(pool: KvPool, segment_len: int) -> Samples[SegmentKV]:

@@ -16,8 +16,11 @@ PATIENCE_S = 20.0
 
 
 @contextmanager
-def tiered(harness: Harness, **options: Any) -> Iterator[Any]:
-    """Serve with the cache that `--pic-*` options give, named without `pic_`, for a while."""
+def tiered(harness: Harness, *, are_used: bool = True, **options: Any) -> Iterator[Any]:
+    """Serve with the cache that `--pic-*` options give, named without `pic_`, for a while.
+
+    Waits first until all lower tiers are used, unless `are_used` is false.
+    """
     runtime = harness.runtime
     ours = config_from_args({"enable_pic": True, **{f"pic_{k}": v for k, v in options.items()}})
     assert ours is not None
@@ -28,7 +31,8 @@ def tiered(harness: Harness, **options: Any) -> Iterator[Any]:
     cache.when_loaded(runtime._has_loaded.set)
     _use(runtime, tiers)
     try:
-        wait_until(lambda: all(lower.cost.is_known for lower in cache.lower))
+        if are_used:
+            wait_until(lambda: all(lower.cost.is_known for lower in cache.lower))
         yield cache
         settle_writes(cache)
         harness.settle()

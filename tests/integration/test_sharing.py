@@ -98,6 +98,18 @@ def test_what_one_server_stored_another_reuses(
     assert torch.equal(got.logits, expected.logits)
 
 
+def test_what_was_shared_outlives_a_flush_of_the_server(
+    harness: Harness, corpus: Corpus, site: Site
+) -> None:
+    ids, params = prompt(corpus)
+    with site.server() as cache:
+        harness.ask(ids, params)
+        settle_writes(cache)
+        harness.flush()
+        assert cache.stats().arena.num_entries == 0
+        assert harness.ask(ids, params).report["bytes_loaded"]["shared"] > 0
+
+
 def test_servers_with_other_secrets_share_nothing(
     harness: Harness, corpus: Corpus, site: Site, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from sglang_ext.errors import TierUnavailable
+from sglang_ext.kv_pool import SegmentKV
 from tests.corpus import Corpus, join
 from tests.harness import Ask, Harness
 from tests.tiered import settle_writes, tiered, wait_until
@@ -101,6 +103,55 @@ def test_a_restarted_server_finds_what_the_last_one_kept(
     with tiered(harness, disk_path=str(tmp_path), disk_gib=1e-6) as cache:
         assert harness.ask(ids, params).report["outcome"] == "cold"
         assert cache.stats().lower[0].tier.used_bytes <= 1100
+
+
+def test_a_tier_unusable_at_start_is_named_and_serving_goes_on(
+    harness: Harness, corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "kv"
+    path.write_text("no folder")
+    with tiered(harness, are_used=False, disk_path=str(path)) as cache:
+        wait_until(lambda: "tier=disk is disabled" in caplog.text)
+        assert str(path) in caplog.text
+        ids, params = prompt(corpus)
+        assert harness.ask(ids, params).report["outcome"] == "cold"
+        assert harness.ask(ids, params).report["outcome"] == "reused"
+        assert not cache.stats().lower[0].is_ready
+
+
+def test_a_working_set_five_times_the_arena_keeps_hitting_and_gives_memory_back(
+    harness: Harness, corpus: Corpus, tmp_path: Path
+) -> None:
+    """32 MiB of arena, 160 MiB of chunks, a disk tier that holds them all."""
+    mib = 1 << 20
+    num_documents = 160 * mib // (200 * harness.pool.bytes_per_token) + 1
+    documents = corpus.chunks(*[200] * num_documents)
+    system, query = corpus.chunks(20, 15)
+    params = {"pic_strategy": "reuse"}
+    with tiered(harness, disk_path=str(tmp_path), arena_mib=32, disk_gib=0.25) as cache:
+        for turn in range(2):
+            reports = []
+            for start in range(0, num_documents, 3):
+                chosen = documents[start : start + 3]
+                ids, bounds = join(system, *reversed(chosen), query)
+                reports.append(harness.ask(ids, {**bounds, **params}).report)
+                assert cache.stats().arena.used_bytes <= 32 * mib
+            settle_writes(cache)
+            assert {report["fallback"] for report in reports} == {None}
+        loaded = sum(report["bytes_loaded"]["disk"] for report in reports)
+        assert loaded > 100 * mib
+        assert {report["computed_tokens"] for report in reports[-5:]} == {15}
+        assert cache.stats().arena.num_evictions > 0
+        assert _kept_bytes() > 24 * mib
+        cache.arena.clear()
+        assert cache.stats().arena.used_bytes == 0
+        assert _kept_bytes() < 16 * mib  # samples that measure tiers, and what a thread held last
+
+
+def _kept_bytes() -> int:
+    """Bytes of all payloads that anything still refers to."""
+    gc.collect()
+    return sum(kept.nbytes for kept in gc.get_objects() if type(kept) is SegmentKV)
 
 
 def test_a_flush_empties_arena_and_disk(harness: Harness, corpus: Corpus, tmp_path: Path) -> None:

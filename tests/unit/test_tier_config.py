@@ -124,10 +124,12 @@ def test_a_short_secret_is_refused_and_not_told(tmp_path: Path) -> None:
     assert "tiny-secret" not in message
 
 
-def test_a_disk_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_disk_path_that_cannot_be_used_does_not_end_the_start(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
-    assert refusal(disk_path=str(path)).startswith(f"--pic-disk-path: cannot use {path}")
+    config = index_config(disk_path=str(path))
+    assert config.disk is not None
+    assert len(config.secret) == 32
 
 
 def test_no_secret_is_shown(tmp_path: Path, secret_file: str) -> None:
