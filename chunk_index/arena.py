@@ -154,11 +154,11 @@ class Arena(Tier[PayloadT]):
         assert {key for key, _ in self._verified} <= kept.keys()
 
     @contextmanager
-    def _held(self, key: ChunkKey | None) -> Iterator[bool]:
-        """Keep a parent from being evicted for its own child; says whether it is there."""
+    def _held(self, key: ChunkKey | None) -> Iterator[None]:
+        """Keep a parent from being evicted for its own child, if it is there."""
         held = [record.key for record in self.index.hold([] if key is None else [key])]
         try:
-            yield key is None or bool(held)
+            yield
         finally:  # a dead parent's readers are not ours to release
             self._remove(partial(self.index.release, held))
 
@@ -169,8 +169,8 @@ class Arena(Tier[PayloadT]):
             is_due = view is not None and view.record.is_expired(now_ms)
             if is_due or self.index.is_dead(record.key):
                 return "busy"  # a reader may have the payload that ours would replace
-            with self._held(record.parent) as is_there:
-                return super()._keep(record, payload, now_ms) if is_there else "orphan"
+            with self._held(record.parent):
+                return super()._keep(record, payload, now_ms)
 
     def _remove(self, take: Callable[[], Sequence[NodeRecord]]) -> int:
         with self._change:

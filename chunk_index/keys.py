@@ -33,6 +33,7 @@ together; chunks spread evenly over shards. Digests are BLAKE2b, see `identity`.
     pic1:{all}:quotas            hash    owner: quota                              until taken away
     pic1:{all}:servers           zset    servers, score = last heartbeat in ms     SERVER_S
     pic1:{all}:models            hash    server: digest of its model               SERVER_S
+    pic1:{all}:log               stream  changes an operator made, see `commands`  trimmed
     pic1:changes                 channel sender 8 bytes, kind (g gone, n new),     -
                                          keys of 17 bytes
 

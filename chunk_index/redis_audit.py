@@ -18,7 +18,6 @@ from sglang_ext.chunk_index.keys import NODE_PREFIX_LEN, NUM_SHARDS
 from sglang_ext.chunk_index.redis_link import RedisLink
 from sglang_ext.chunk_index.redis_replies import as_bytes, as_pairs
 from sglang_ext.chunk_index.redis_scan import scan_pages
-from sglang_ext.chunk_index.redis_scripts import MAX_LIFTS
 
 _Sets = dict[bytes, dict[bytes, float]]
 """By the key of a set or sorted set: members with their scores, 0 in a set."""
@@ -58,8 +57,7 @@ def _check_links(node: StoredNode, nodes: Mapping[ChunkKey, StoredNode]) -> None
     assert len(children) == node.num_children, "children are counted"
     num_protected = sum(child.is_protected for child in children)
     assert num_protected == node.num_protected_children, "protected children are counted"
-    if _height(node, nodes) <= MAX_LIFTS:
-        assert all(child.priority < node.priority for child in children), "parents go last"
+    assert all(child.priority < node.priority for child in children), "parents go last"
     if record.parent is not None:
         siblings = nodes[record.parent].num_children
         assert siblings > 0, "a parent has children"
@@ -78,16 +76,6 @@ def _children(node: StoredNode, nodes: Mapping[ChunkKey, StoredNode]) -> list[St
         children.append(child)
         at, before = child.next, at
     return children
-
-
-def _height(node: StoredNode, nodes: Mapping[ChunkKey, StoredNode]) -> int:
-    """Levels below a node, as far as they matter."""
-    level, height = [node], 0
-    while level and height <= MAX_LIFTS:
-        children = [_children(each, nodes) for each in level]
-        level = [child for family in children for child in family]
-        height += bool(level)
-    return height
 
 
 def _check_sets(link: RedisLink, nodes: Mapping[ChunkKey, StoredNode]) -> None:

@@ -104,6 +104,12 @@ class Breaker:
             self.num_openings += 1
             return True
 
+    def explain(self, reason: str) -> None:
+        """Say why it stays open, if it is."""
+        with self._lock:
+            if self._reason is not None:
+                self._reason = reason
+
     def open(self, reason: str) -> None:
         """Refuse calls."""
         with self._lock:

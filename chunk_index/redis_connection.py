@@ -9,6 +9,7 @@ again. One is harmless: `TimeoutError` of `receive` for one reply, which may sti
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import ssl
@@ -24,10 +25,13 @@ import hiredis
 from sglang_ext.errors import ConfigError
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ErrorReply | None"
-Argument: TypeAlias = "bytes | str | int | float"
+Argument: TypeAlias = "bytes | memoryview | str | int | float"
 
 MAX_REPLY_BYTES = 256 << 20
 """Most bytes read for one call; more is taken for a broken server."""
+
+MAX_LATE_BYTES = 1 << 20
+"""Most bytes read after the deadline, if they have arrived by then."""
 
 DEFAULT_PORT = 6379
 
@@ -39,6 +43,7 @@ _TLS_OPTIONS = frozenset(
     ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 )
 _NOT_ENOUGH = object()
+_IN_SCRIPT = re.compile(r"^ERR Error running script .*: -([A-Z]+) ")
 
 _V = TypeVar("_V")
 
@@ -46,12 +51,13 @@ _pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: i
 
 
 class ErrorReply(Exception):
-    """What a server answers instead of a result; the first word is its code."""
+    """What a server answers instead of a result."""
 
     @property
     def code(self) -> str:
-        """Such as `OOM` or `NOSCRIPT`."""
-        return str(self).partition(" ")[0]
+        """Its first word, such as `OOM` or `NOSCRIPT`; Redis 6 has it inside a script's error."""
+        in_script = _IN_SCRIPT.search(str(self))
+        return in_script[1] if in_script else str(self).partition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +217,23 @@ class Connection:
         Raises:
             OSError: Not all was sent in time, or the connection is broken.
         """
-        self._limit(deadline)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left_s)
         self._sock.sendall(packed)
 
     def receive(self, num_replies: int, deadline: float) -> list[Reply]:
         """The next replies, error replies among them.
+
+        What has arrived is read even after the deadline: another server may have used it up.
 
         Raises:
             OSError: They did not all come in time, or the connection is broken.
             hiredis.HiredisError: They are no Redis replies, or too large.
         """
         replies: list[Reply] = []
-        num_bytes = 0
+        num_bytes = num_late_bytes = 0
         while True:
             while len(replies) < num_replies:
                 reply = self._reader.gets()
@@ -231,7 +242,12 @@ class Connection:
                 replies.append(reply)
             if len(replies) == num_replies:
                 return replies
-            num_bytes += self._read(deadline)
+            left_s = deadline - time.monotonic()
+            if num_late_bytes > MAX_LATE_BYTES:
+                raise TimeoutError("timed out")
+            size = self._read(max(left_s, 0))
+            num_bytes += size
+            num_late_bytes += size if left_s <= 0 else 0
             if num_bytes > MAX_REPLY_BYTES:
                 raise hiredis.ProtocolError(f"more than {MAX_REPLY_BYTES} bytes of replies")
 
@@ -251,20 +267,17 @@ class Connection:
         """Close it; more than once is no error."""
         self._sock.close()
 
-    def _read(self, deadline: float) -> int:
+    def _read(self, timeout_s: float) -> int:
         """Feed the reader with what comes next; returns how many bytes."""
-        self._limit(deadline)
-        size = self._sock.recv_into(self._buffer)
+        self._sock.settimeout(timeout_s)
+        try:
+            size = self._sock.recv_into(self._buffer)
+        except (BlockingIOError, ssl.SSLWantReadError) as exc:  # nothing has arrived
+            raise TimeoutError("timed out") from exc
         if size == 0:
             raise ConnectionResetError("closed by the server")
         self._reader.feed(self._buffer, 0, size)  # type: ignore[arg-type]
         return size
-
-    def _limit(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(left_s)
 
 
 def pack(commands: Sequence[Sequence[Argument]]) -> bytes:

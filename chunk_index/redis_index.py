@@ -123,7 +123,7 @@ class RedisIndex:
             for start in range(0, len(touched), BATCH):
                 batch = [hits[key] for key in touched[start : start + BATCH]]
                 words = [word for hit in batch for word in (hit.key, hit.num_hits, hit.last_ms)]
-                batches.insert(0, self._on_shard(self._scripts.touch, shard, words))
+                batches.append(self._on_shard(self._scripts.touch, shard, words))
         failure: IndexUnavailable | None = None
         for start in range(0, len(batches), _SCRIPTS_AT_ONCE):
             for reply in self._calls.attempt(batches[start : start + _SCRIPTS_AT_ONCE]):

@@ -150,7 +150,10 @@ _Route: TypeAlias = Callable[[Sequence[Command]], list[tuple[_Server, list[int]]
 
 
 class Calls:
-    """Sends commands, each call within one deadline; made by a link, used by any thread."""
+    """Sends commands, each call within one deadline; made by a link, used by any thread.
+
+    A call of scripts takes two deadlines if a server does not have them.
+    """
 
     def __init__(
         self,
@@ -212,12 +215,11 @@ class Calls:
     ) -> list[Reply | IndexUnavailable]:
         if self._breaker.is_open:
             raise self._link.refusal(self._breaker)
-        deadline = time.monotonic() + self._deadline_s
-        replies = self._exchange(commands, route, deadline)
+        replies = self._exchange(commands, route, time.monotonic() + self._deadline_s)
         unknown = [place for place, reply in enumerate(replies) if _is_unknown_script(reply)]
         if unknown:
             in_full = [commands[place].in_full() for place in unknown]
-            again = self._exchange(in_full, route, deadline)
+            again = self._exchange(in_full, route, time.monotonic() + self._deadline_s)
             for place, reply in zip(unknown, again, strict=True):
                 replies[place] = reply
         return self._translated(replies)
@@ -480,7 +482,9 @@ class RedisLink:
         try:
             step(time.monotonic() + self._config.background_deadline_ms / 1000)
         except _FOREIGN as exc:
-            self.report(exc)
+            reason = str(self.report(exc))
+            for breaker in (self._request_breaker, self._background_breaker):
+                breaker.explain(reason)
         except Exception:
             logger.exception("pic redis=%r error in its thread", self)
 

@@ -16,7 +16,7 @@ START_AGE_US = 300_000_000
 says what a hit is worth until then: the mean forgets it within about 64 victims."""
 
 MAX_LIFTS = 32
-"""Ancestors of a used node that are moved behind it; bounds a script on a long chunk."""
+"""Ancestors that move to make way for one that rises; bounds a script on a long chunk."""
 
 _OPENED_BY = {"reserve": "account", "settle": "account", "heartbeat": None}
 

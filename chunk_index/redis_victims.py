@@ -68,59 +68,29 @@ def plan_victims(
         num_bytes: How much must go.
         losses: Most bytes that an owner may lose, None being all; others lose nothing.
     """
-    plan = _Plan(num_bytes, losses)
+    plan: list[NodeRecord] = []
+    left = dict(losses)
+    num_planned_children: Counter[ChunkKey] = Counter()
     for candidate in candidates:
-        if candidate.node is not None:
-            plan.offer(candidate.node)
-        if plan.is_complete:
-            return tuple(plan.records)
-    return ()
-
-
-class _Plan:
-    """Grows by one candidate after the other."""
-
-    def __init__(self, num_bytes: int, losses: Mapping[str, int | None]) -> None:
-        self.records: list[NodeRecord] = []
-        self._missing = num_bytes
-        self._losses = dict(losses)
-        self._num_children: Counter[ChunkKey] = Counter()  # in the plan, by parent
-        self._waiting: dict[ChunkKey, StoredNode] = {}  # until all their children are
-
-    @property
-    def is_complete(self) -> bool:
-        return self._missing <= 0
-
-    def offer(self, node: StoredNode) -> None:
-        """Take a node, and those above it that waited for it, as far as they are needed."""
-        above: StoredNode | None = node
-        while above is not None and not self.is_complete:
-            key = above.record.key
-            if above.num_children != self._num_children[key]:
-                self._waiting[key] = above
-                return
-            if not self._take(above):
-                return
-            parent = above.record.parent
-            above = None
-            if parent is not None:
-                self._num_children[parent] += 1
-                above = self._waiting.pop(parent, None)
-
-    def _take(self, node: StoredNode) -> bool:
-        """Put a node into the plan if its owner may lose it."""
+        node = candidate.node
+        if node is None or node.is_protected or node.record.owner not in left:
+            continue
         record = node.record
-        if node.is_protected or record.owner not in self._losses:
-            return False
-        most = self._losses[record.owner]
+        if node.num_children != num_planned_children[record.key]:
+            continue  # something below it stays
+        most = left[record.owner]
         if most is not None:
             if record.payload_bytes > most:
-                del self._losses[record.owner]  # what follows of this owner stays as well
-                return False
-            self._losses[record.owner] = most - record.payload_bytes
-        self.records.append(record)
-        self._missing -= record.payload_bytes
-        return True
+                del left[record.owner]  # what follows of this owner stays as well
+                continue
+            left[record.owner] = most - record.payload_bytes
+        plan.append(record)
+        num_bytes -= record.payload_bytes
+        if num_bytes <= 0:
+            return tuple(plan)
+        if record.parent is not None:
+            num_planned_children[record.parent] += 1
+    return ()
 
 
 def merge_queues(calls: Calls, shards: Shards, queues: Sequence[Queue]) -> Iterator[Candidate]:

@@ -1,12 +1,11 @@
 """The demo: one real server, every prompt with PIC and without, one table.
 
-Knows what is asked and what is shown. Does not know how a server is started or asked (`server`) or
-where the prompts come from (`workload`).
+Knows what is asked and what is shown. Does not know how a server is started (`server`), what a
+request looks like (`demo_prompts`) or where the prompts come from (`workload`).
 
-Both sides are requests to the same server, one at a time, in changing order. A plain request
-(`pic: false`) is split and tokenized like its partner and has SGLang's own prefix cache, under an
-`extra_key`, so that no PIC request finds its own prompt there. PIC starts with nothing cached: rows
-with new passages compute and keep them, and count in the summary like all others.
+Both sides are requests to the same server, one at a time, in changing order. PIC starts with
+nothing cached: rows with new passages compute and keep them, and count in the summary like all
+others.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +23,18 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_ext.errors import ExtError, ServerFailed
-from sglang_ext.scripts.server import (
-    Client,
-    Result,
-    default_threads,
-    load_encoder,
-    serve,
+from sglang_ext.scripts.demo_prompts import (
+    N_AVG,
+    OPTIONS,
+    PROMPT_PASSAGES,
+    SEED,
+    draw_passages,
+    send_pair,
 )
-from sglang_ext.scripts.workload import (
-    Passage,
-    Prompt,
-    cut_passages,
-    make_prompts,
-    python_topics,
-    spread_sizes,
-)
+from sglang_ext.scripts.server import Result, default_threads, serve
+from sglang_ext.scripts.workload import Passage, make_prompts, spread_sizes
 
-DELIMITER = "<|chunk|>"
-N_AVG = 16
 NUM_PASSAGES = 20
-PASSAGE_TOKENS = (200, 260)
-PROMPT_PASSAGES = (5, 16)
-NEW_TOKENS = 8
-SEED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +76,18 @@ def run_demo(
     Raises:
         ExtError: The server failed, PIC did not serve a request, or it reused nothing.
     """
-    passages = _make_passages(model)
+    passages = draw_passages(model, NUM_PASSAGES + PROMPT_PASSAGES[0])
     sizes = spread_sizes(num_requests, *PROMPT_PASSAGES, seed=SEED)
     prompts = make_prompts(passages[:NUM_PASSAGES], sizes, seed=SEED)
     (warmup,) = make_prompts(passages[NUM_PASSAGES:], [PROMPT_PASSAGES[0]], seed=SEED)
-    options = ["--enable-pic", "--pic-delimiter", DELIMITER, "--pic-n-avg", str(N_AVG)]
-    out.print(f"starting SGLang with {' '.join(options)}, OMP_NUM_THREADS={threads}")
-    with serve(model, *options, threads=threads, log_path=log_path, say=out.print) as client:
+    out.print(f"starting SGLang with {' '.join(OPTIONS)}, OMP_NUM_THREADS={threads}")
+    with serve(model, *OPTIONS, threads=threads, log_path=log_path, say=out.print) as client:
         out.print("the server is ready; one warm-up prompt with and without PIC")
-        _send_pair(client, warmup, pic_first=False)
+        send_pair(client, warmup, pic_first=False)
         rows: list[Row] = []
         known: set[Passage] = set()
         for index, prompt in enumerate(prompts):
-            plain, pic = _send_pair(client, prompt, pic_first=index % 2 == 1)
+            plain, pic = send_pair(client, prompt, pic_first=index % 2 == 1)
             rows.append(_make_row(plain, pic, num_new=len(set(prompt.passages) - known)))
             known.update(prompt.passages)
             out.print(f"  request {index + 1:2d} of {num_requests}: {_describe(rows[-1])}")
@@ -144,29 +130,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     out.print(_make_table(rows), _make_summary_line(summary, args.out))
     return 0
-
-
-def _make_passages(model: str) -> list[Passage]:
-    encode = load_encoder(model)
-    cut = cut_passages(python_topics(), lambda text: len(encode(text)), *PASSAGE_TOKENS)
-    return list(islice(cut, NUM_PASSAGES + PROMPT_PASSAGES[0]))
-
-
-def _send_pair(client: Client, prompt: Prompt, *, pic_first: bool) -> tuple[Result, Result]:
-    """Answers without and with PIC."""
-    text = DELIMITER.join(prompt.chunks)
-
-    def send_plain() -> Result:
-        params = {"pic": False}
-        return client.generate(text, params, extra_key="plain", max_new_tokens=NEW_TOKENS)
-
-    def send_pic() -> Result:
-        return client.generate(text, max_new_tokens=NEW_TOKENS)
-
-    if pic_first:
-        pic = send_pic()
-        return send_plain(), pic
-    return send_plain(), send_pic()
 
 
 def _make_row(plain: Result, pic: Result, num_new: int) -> Row:

@@ -17,6 +17,7 @@ from sglang_ext.errors import ConfigError, ExtError
 from sglang_ext.scripts import (
     picctl_change,
     picctl_doctor,
+    picctl_top,
     picctl_verify,
     picctl_view,
     picctl_warm,
@@ -24,7 +25,7 @@ from sglang_ext.scripts import (
 from sglang_ext.scripts.picctl_options import Context, Parser, common_parser, read_options
 from sglang_ext.scripts.picctl_output import Output
 
-GROUPS = (picctl_warm, picctl_view, picctl_change, picctl_verify, picctl_doctor)
+GROUPS = (picctl_warm, picctl_view, picctl_top, picctl_change, picctl_verify, picctl_doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """`picctl doctor`: names what is set up wrongly, and what to do about it.
 
 Knows which checks there are, and that one that cannot be made keeps others from being made. Of
-Redis itself `picctl_redis_checks` knows.
+Redis itself `picctl_reach` and `picctl_redis_checks` know.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ from sglang_ext.errors import ConfigError, ExtError, PayloadLost, ServerFailed, 
 from sglang_ext.scripts.picctl_options import Context, Options
 from sglang_ext.scripts.picctl_output import clean, format_bytes
 from sglang_ext.scripts.picctl_places import Place, RawCodec, open_shared
-from sglang_ext.scripts.picctl_redis_checks import (
-    Finding,
-    Level,
-    at_server,
-    check_cluster,
-    check_server,
-    open_session,
-)
+from sglang_ext.scripts.picctl_reach import Finding, Level, open_session
+from sglang_ext.scripts.picctl_redis_checks import at_server, check_cluster, check_server
 from sglang_ext.scripts.picctl_server import PicServer, Sample, budget_of, total_of
 
 SAMPLE = 8

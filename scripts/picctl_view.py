@@ -1,4 +1,4 @@
-"""`picctl ls`, `show`, `stats` and `top`: what is cached, by whom, and how it is used.
+"""`picctl ls`, `show` and `stats`: what is cached, by whom, and how it is used.
 
 Knows which facts are shown and in which order. Changes nothing.
 """
@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.index import NodeView
 from sglang_ext.errors import ConfigError
-from sglang_ext.scripts.picctl_options import Context, Options
+from sglang_ext.scripts.picctl_options import Context
 from sglang_ext.scripts.picctl_output import (
     add_row,
     count_of,
@@ -31,9 +29,10 @@ from sglang_ext.scripts.picctl_output import (
     print_facts,
 )
 from sglang_ext.scripts.picctl_places import Place, namespaces_of, open_place, resolve_keys
-from sglang_ext.scripts.picctl_server import Sample, budget_of, server_samples, total_of
+from sglang_ext.scripts.picctl_server import budget_of, server_samples
 
 UNKNOWN_BUDGET = "not known without --server and its metrics"
+ALWAYS_SHOWN = ("sglang_pic_active", "sglang_pic_tier_ready", "sglang_pic_index_held")
 SHOWN_DIGITS = 12
 SHOWN_CHILDREN = 100
 
@@ -50,27 +49,8 @@ SORTS: Mapping[str, SortKey] = {
 """What comes first: the largest value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A moment of `top`.
-
-    Attributes:
-        taken_s: When it was taken, on a clock that only goes forward.
-        num_hits: Hits of each entry since it was published.
-        hottest: The entries with the most hits, hottest first.
-        totals: Of the index.
-        samples: Of a server's metrics, if one was named.
-    """
-
-    taken_s: float
-    num_hits: Mapping[ChunkKey, int]
-    hottest: tuple[NodeView, ...]
-    totals: Mapping[str, Any]
-    samples: tuple[Sample, ...]
-
-
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add the four commands to the parser."""
+    """Add the three commands to the parser."""
     listing = commands.add_parser("ls", parents=[common], help="list cached segments")
     listing.add_argument("--limit", type=int, default=50, metavar="N", help="most entries, 50")
     listing.add_argument("--sort", choices=SORTS, default="last-hit", help="what comes first")
@@ -81,20 +61,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     showing.set_defaults(run=show_node)
     statistics = commands.add_parser("stats", parents=[common], help="totals, quotas, servers")
     statistics.set_defaults(run=show_stats)
-    watching = commands.add_parser("top", parents=[common], help="watch the hottest entries")
-    watching.add_argument("--once", action="store_true", help="print one snapshot and end")
-    watching.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds, 5")
-    watching.add_argument("--limit", type=int, default=20, metavar="N", help="most entries, 20")
-    watching.set_defaults(run=watch)
 
 
 def list_nodes(args: argparse.Namespace, context: Context) -> int:
     """Print the entries that come first, of all namespaces or of one."""
-    limit = _check_limit(args.limit)
+    limit = check_limit(args.limit)
     options = context.options
     owner = None if options.namespace is None else options.owner()
     with open_place(options) as place:
-        found = _Matching(place.index.scan(), owner)
+        found = Matching(place.index.scan(), owner)
         views = _largest(found, limit, SORTS[args.sort])
     names = namespaces_of(options)
     document = {
@@ -142,25 +117,6 @@ def show_stats(args: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def watch(args: argparse.Namespace, context: Context) -> int:
-    """Show the hottest entries and hit rates, again and again, until interrupted."""
-    limit = _check_limit(args.limit)
-    if not args.interval > 0:
-        raise ConfigError(f"--interval: got {args.interval}, expected seconds above 0")
-    names = namespaces_of(context.options)
-    with open_place(context.options) as place:
-        now = _take_snapshot(place, context.options, limit)
-        document = _snapshot_document(now, None, names)
-        if args.once or context.out.is_json:
-            context.out.result(document, lambda console: console.print(_make_top(document, names)))
-            return 0
-        with Live(_make_top(document, names), console=context.out.console, screen=False) as live:
-            while True:
-                time.sleep(args.interval)
-                before, now = now, _take_snapshot(place, context.options, limit)
-                live.update(_make_top(_snapshot_document(now, before, names), names))
-
-
 def node_document(view: NodeView, names: Mapping[str, str]) -> dict[str, Any]:
     """An entry as JSON: every field of its record, and its use."""
     record = view.record
@@ -183,7 +139,7 @@ def node_document(view: NodeView, names: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-class _Matching:
+class Matching:
     """Entries of one owner, or of all; counts what it lets through, what comes twice too."""
 
     def __init__(self, views: Iterator[NodeView], owner: str | None) -> None:
@@ -198,7 +154,18 @@ class _Matching:
                 yield view
 
 
-def _largest(views: _Matching, limit: int, sort: SortKey) -> list[NodeView]:
+def check_limit(limit: int) -> int:
+    """A number of entries to show.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if limit < 1:
+        raise ConfigError(f"--limit: got {limit}, expected at least 1")
+    return limit
+
+
+def _largest(views: Matching, limit: int, sort: SortKey) -> list[NodeView]:
     """The first entries in an order, each once, without keeping all of them."""
     candidates = heapq.nlargest(2 * limit, views, key=sort)  # a scan may name one twice
     unique = {view.record.key: view for view in candidates}
@@ -294,11 +261,20 @@ def _print_stats(console: Console, document: Mapping[str, Any]) -> None:
     if "num_nodes" in document:
         _print_totals(console, document)
     if "metrics" in document:
-        table = make_table("metric", "labels", "value", left=2)
-        for sample in document["metrics"]:
-            labels = " ".join(f"{name}={value}" for name, value in sample["labels"].items())
-            add_row(table, sample["name"], labels, f"{sample['value']:g}")
-        console.print(table if document["metrics"] else "the server has no metrics")
+        _print_metrics(console, document["metrics"])
+
+
+def _print_metrics(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:
+    """A server's metrics; counters that stand at 0 are left out."""
+    if not samples:
+        console.print("the server has no metrics of PIC: was it started with --enable-metrics?")
+        return
+    table = make_table("metric", "labels", "value", left=2)
+    for sample in samples:
+        if sample["value"] or sample["name"] in ALWAYS_SHOWN:
+            labels = [f"{k}={v}" for k, v in sample["labels"].items() if k != "model_name" and v]
+            add_row(table, sample["name"], " ".join(labels), f"{sample['value']:.10g}")
+    console.print(table)
 
 
 def _print_totals(console: Console, document: Mapping[str, Any]) -> None:
@@ -326,89 +302,3 @@ def _print_totals(console: Console, document: Mapping[str, Any]) -> None:
             "none" if quota is None else format_bytes(quota),
         )
     console.print(table)
-
-
-def _take_snapshot(place: Place, options: Options, limit: int) -> Snapshot:
-    owner = None if options.namespace is None else options.owner()
-    num_hits: dict[ChunkKey, int] = {}
-    found = _Matching(place.index.scan(), owner)
-
-    def counted() -> Iterator[NodeView]:
-        for view in found:
-            if view.record.key not in num_hits:
-                num_hits[view.record.key] = view.num_hits
-                yield view
-
-    hottest = heapq.nlargest(limit, counted(), key=SORTS["hits"])
-    samples = server_samples(options) or ()
-    totals = asdict(place.index.stats())
-    return Snapshot(time.monotonic(), num_hits, tuple(hottest), totals, samples)
-
-
-def _snapshot_document(
-    now: Snapshot, before: Snapshot | None, names: Mapping[str, str]
-) -> dict[str, Any]:
-    """A snapshot, with rates since the one before if there is one."""
-    elapsed_s = None if before is None else now.taken_s - before.taken_s
-    old = {} if before is None else before.num_hits
-    num_new = sum(max(0, hits - old.get(key, hits)) for key, hits in now.num_hits.items())
-    return {
-        **now.totals,
-        "interval_s": elapsed_s,
-        "hits_per_s": None if not elapsed_s else num_new / elapsed_s,
-        "hit_rates": _hit_rates(now.samples, () if before is None else before.samples),
-        "hottest": [
-            {
-                **node_document(view, names),
-                "new_hits": view.num_hits - old.get(view.record.key, view.num_hits),
-            }
-            for view in now.hottest
-        ],
-    }
-
-
-def _hit_rates(now: Sequence[Sample], before: Sequence[Sample]) -> dict[str, float]:
-    """For each tier the share of segments found, since the samples before."""
-    name = "sglang_pic_segments_total"
-    tiers = {sample.labels.get("tier", "") for sample in now if sample.name == name}
-    rates = {}
-    for tier in sorted(tiers):
-        hits, misses = (
-            total_of(now, name, tier=tier, result=result)
-            - total_of(before, name, tier=tier, result=result)
-            for result in ("hit", "miss")
-        )
-        if hits + misses > 0:
-            rates[tier] = hits / (hits + misses)
-    return rates
-
-
-def _make_top(document: Mapping[str, Any], names: Mapping[str, str]) -> Group:
-    rate = document["hits_per_s"]
-    rates = [f"{tier} {share:.0%}" for tier, share in document["hit_rates"].items()]
-    line = (
-        f"{count_of(document['num_nodes'], 'entry', 'entries')}, "
-        f"{format_bytes(document['num_bytes'])}; "
-        f"hits {'-' if rate is None else f'{rate:.1f}'} a second; "
-        f"hit rate {', '.join(rates) or 'not known without --server'}"
-    )
-    table = make_table("key", "namespace", "hits", "new", "tokens", "size", "documents", left=2)
-    table.columns[-1].justify = "left"
-    for node in document["hottest"]:
-        add_row(
-            table,
-            node["key"][:SHOWN_DIGITS],
-            node["namespace"] or node["owner"] or "-",
-            node["hits"],
-            node["new_hits"],
-            node["tokens"],
-            format_bytes(node["bytes"]),
-            ", ".join(node["doc_ids"]) or "-",
-        )
-    return Group(Text(line), table)
-
-
-def _check_limit(limit: int) -> int:
-    if limit < 1:
-        raise ConfigError(f"--limit: got {limit}, expected at least 1")
-    return limit

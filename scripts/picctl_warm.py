@@ -5,7 +5,9 @@ is computed is found by prompts that have exactly the same text between two deli
 know tokens: sizes are characters.
 
     system text      |system|D|.|                   once, alone, so that it gets no document's ids
-    documents        |D|doc|D|doc|D|doc|D|.|        of one life cycle, up to `--max-chars`
+    documents        |#|D|doc|D|doc|D|doc|D|.|      of one life cycle, up to `--max-chars`
+
+No document comes first in a prompt: what SGLang's own prefix cache has is not kept a second time.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ SUFFIXES = (".txt", ".md")
 MAX_CHARS = 16_000
 MAX_DOCUMENTS = 64
 """Of one prompt; a prompt may have 1024 chunks, and one that fails is sent again in parts."""
+
+OPENING = "#"
+"""What a prompt begins with, and what is kept as an entry of a token or two."""
 
 QUERY = "."
 """What a prompt ends with, since its last chunk is never kept."""
@@ -93,7 +98,7 @@ class Tally:
 
     Attributes:
         num_documents: Computed or found.
-        computed_tokens: Tokens computed now, the query's included.
+        computed_tokens: Tokens computed now, those around the documents included.
         cached_tokens: Tokens that were cached already.
         num_requests: Prompts that were served.
         failures: Documents that were not.
@@ -188,7 +193,7 @@ class Sender:
 
     def send(self, batch: Sequence[Document]) -> Tally:
         """Have documents of one life cycle computed; those of a prompt that fails, one by one."""
-        text = self._delimiter.join(("", *(document.text for document in batch), QUERY))
+        text = self._delimiter.join((OPENING, *(document.text for document in batch), QUERY))
         try:
             answer = self._server.generate(text, {**self._params, **batch[0].life.params()})
         except ServerFailed as exc:

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_ext.chunk_index.file_store import FileStore
 from sglang_ext.chunk_index.identity import ChunkKey, mac_key, owner_id
 from sglang_ext.chunk_index.index import NodeRecord, Publication
-from sglang_ext.chunk_index.payloads import payload_checksum
+from sglang_ext.chunk_index.payloads import PayloadStore, payload_checksum
 from tests.blobs import BytesCodec, random_payload
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -97,7 +97,7 @@ def publish_all(index: Any, records: Sequence[NodeRecord]) -> None:
         assert published is Publication.STORED
 
 
-def put_all(store: FileStore[Any], records: Sequence[NodeRecord]) -> None:
+def put_all(store: PayloadStore[Any], records: Sequence[NodeRecord]) -> None:
     """Keep the payload of every record."""
     for record in records:
         store.put(record, payload_of(record.key))

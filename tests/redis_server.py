@@ -23,12 +23,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Literal
 
 import pytest
 
 from sglang_ext.chunk_index.redis_link import RedisConfig, RedisLink
 
+PORTS = range(10_000, 20_000)
 START_S = 20.0
 """Most seconds that a server or a cluster may take to be ready."""
 
@@ -334,13 +336,22 @@ def make_tls_files(folder: Path) -> TlsFiles:
 
 
 def free_port() -> int:
-    """A port that nobody listens on; low enough for the bus port of a cluster above it."""
-    while True:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = int(sock.getsockname()[1])
-        if port <= 55_000:
-            return port
+    """A port that nobody listens on, nor on the port of a cluster's bus, 10,000 above it.
+
+    Both are below those that outgoing connections get, so that a server can be started there again.
+    """
+    for port in Random().sample(PORTS, 100):
+        with ExitStack() as stack:
+            for number in (port, port + 10_000):
+                sock = stack.enter_context(socket.socket())
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    sock.bind(("127.0.0.1", number))
+                except OSError:
+                    break
+            else:
+                return port
+    raise AssertionError("some port is free")
 
 
 def wait_until(

@@ -31,29 +31,28 @@ if means().cost <= 0 then means().cost = tonumber(ARGV[5]) end
 if node.compute > 0 then
   means().cost = smoothed(means().cost, node.compute / math.max(node.bytes, 1))
 end
-node.used = tick()
-node.priority = node.used + bonus(node)
-node.next = parent and parent.first
-call('SET', KEYS[2], head(node) .. string.sub(ARGV[3], node.body_at))
-call('PERSIST', value_key(node))
-nodes[node.key] = node
-enqueue(node)
-count(node, 1)
-if node.expires < NEVER then call('ZADD', SHARD .. 'x', node.expires, node.key) end
-for _, name in ipairs(document_names(node)) do
-  call('SADD', document_key(node, name), node.key)
-end
+local moment = tick(2)
 if parent then
   local following = parent.first and load(parent.first)
   if following then
     following.previous = node.key
     save(following)
   end
+  node.next = parent.first
   parent.first = node.key
   parent.children = parent.children + 1
   if is_protected(node) then protect(parent, 1) end
-  parent.priority = math.max(parent.priority, node.priority + 1)
-  use(parent, tick())
+  use(parent, moment)
+end
+node.used = moment - 1
+lift(node, node.used + bonus(node))
+call('SET', KEYS[2], head(node) .. string.sub(ARGV[3], node.body_at))
+call('PERSIST', value_key(node))
+enqueue(node)
+count(node, 1)
+if node.expires < NEVER then call('ZADD', SHARD .. 'x', node.expires, node.key) end
+for _, name in ipairs(document_names(node)) do
+  call('SADD', document_key(node, name), node.key)
 end
 table.insert(changed.n, node.key)
 finish()

@@ -207,22 +207,36 @@ local function smoothed(mean, sample)
   return mean > 0 and mean + SMOOTHING * (sample - mean) or sample
 end
 
--- A node is used at a moment of the clock: it moves back in its queue, and so do those above it
--- that would stand before it, but no more than MAX_LIFTS of them: `redis_victims` takes a parent that
--- stands too early when its turn comes.
+local function requeue(node)
+  save(node)
+  if not is_protected(node) then
+    call('ZADD', SHARD .. 'q:' .. node.owner, node.priority, node.key)
+  end
+end
+
+-- Raise a node's priority, and those of the nodes above that would not stay above it; saves these
+-- but not the node. If more than MAX_LIFTS would have to move, it rises as far as they let it.
+local function lift(node, priority)
+  local rising = { node }
+  local above = node.parent and load(node.parent)
+  while above and above.priority < priority + #rising and #rising <= MAX_LIFTS do
+    rising[#rising + 1] = above
+    above = above.parent and load(above.parent)
+  end
+  if above then priority = math.min(priority, above.priority - #rising) end
+  for i, each in ipairs(rising) do
+    if each.priority < priority + i - 1 then
+      each.priority = priority + i - 1
+      if i > 1 then requeue(each) end
+    end
+  end
+end
+
+-- A node is used at a moment of the clock: it moves back in its queue, and so do those above it.
 local function use(node, moment)
   node.used = moment
-  node.priority = math.max(node.priority, moment + bonus(node))
-  for _ = 0, MAX_LIFTS do
-    save(node)
-    if not is_protected(node) then
-      call('ZADD', SHARD .. 'q:' .. node.owner, node.priority, node.key)
-    end
-    local parent = node.parent and load(node.parent)
-    if not parent or parent.priority > node.priority then return end
-    parent.priority = node.priority + 1
-    node = parent
-  end
+  lift(node, moment + bonus(node))
+  requeue(node)
 end
 
 -- Take a node without children out of its parent's list.

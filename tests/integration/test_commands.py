@@ -80,8 +80,9 @@ def _read_all(log: CommandLog, after: str) -> list[Command]:
 @pytest.mark.parametrize("command", ALL, ids=repr)
 def test_every_command_comes_back_as_it_was_posted(log: CommandLog, command: Command) -> None:
     start = log.read(None, limit=10).last_id
-    log.post(command)
-    assert log.read(start, limit=10).commands == (command,)
+    posted_id = log.post(command)
+    batch = log.read(start, limit=10)
+    assert (batch.commands, batch.ids) == ((command,), (posted_id,))
 
 
 def test_a_new_reader_gets_only_what_is_posted_from_now_on(log: CommandLog) -> None:
@@ -134,7 +135,8 @@ def test_the_log_is_bounded(link: RedisLink, log: CommandLog) -> None:
     num_entries = calls.call("XLEN", commands.LOG)
     assert isinstance(num_entries, int)
     assert commands.MAX_ENTRIES <= num_entries <= commands.MAX_ENTRIES + 200
-    assert log.read(start, limit=10).has_gap
+    batch = log.read(start, limit=10)
+    assert (batch.has_gap, batch.is_log_lost) == (True, False)
 
 
 def test_a_lost_log_is_a_gap_and_read_on_from_there(log: CommandLog, server: RedisServer) -> None:
@@ -142,7 +144,7 @@ def test_a_lost_log_is_a_gap_and_read_on_from_there(log: CommandLog, server: Red
     start = log.read(None, limit=10).last_id
     server.cli("FLUSHALL")
     batch = log.read(start, limit=10)
-    assert (batch.commands, batch.has_gap) == ((), True)
+    assert (batch.commands, batch.has_gap, batch.is_log_lost) == ((), True, True)
     log.post(Remove(named_key("a")))
     after = log.read(batch.last_id, limit=10)
     assert (after.commands, after.has_gap) == ((Remove(named_key("a")),), False)

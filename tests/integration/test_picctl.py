@@ -21,10 +21,14 @@ import pytest
 
 from sglang_ext.chunk_index.commands import Clear, Command, CommandLog, Invalidate, Pin, Unpin
 from sglang_ext.chunk_index.file_store import FileStore
+from sglang_ext.chunk_index.identity import mac_key
 from sglang_ext.chunk_index.index import NodeRecord
+from sglang_ext.chunk_index.keys import value_key
 from sglang_ext.chunk_index.redis_index import RedisIndex
 from sglang_ext.chunk_index.redis_link import RedisLink
+from sglang_ext.chunk_index.redis_store import RedisStore
 from sglang_ext.scripts import picctl
+from tests.blobs import BytesCodec
 from tests.picctl_data import (
     ACME,
     DEFAULT,
@@ -210,8 +214,10 @@ def test_what_would_steer_a_terminal_is_written_as_an_escape(world: World, run: 
     record = world.records[0]
     assert world.index.annotate(record.key, ["[red]evil\x1b[2J\ndoc"]) is not None
     shown = run("show", record.key.hex(), env=world.environment).out
-    assert "[red]evil\\x1b[2J\\ndoc" in shown
-    assert "\x1b" not in shown
+    listed = run("ls", "--limit", NUM_RECORDS, env=world.environment).out
+    for text in (shown, listed):
+        assert "[red]evil\\x1b[2J\\ndoc" in text
+        assert "\x1b" not in text
 
 
 def test_show_takes_a_unique_beginning_and_tells_of_the_whole_chunk(world: World, run: Run) -> None:
@@ -261,6 +267,28 @@ def test_top_shows_the_hottest_first(world: World, run: Run) -> None:
     assert done["hottest"][0]["key"] == hot.hex()
     assert done["hits_per_s"] is None
     assert hot.hex()[:12] in run("top", "--once", env=world.environment).out
+
+
+def test_top_goes_on_until_interrupted_and_counts_new_hits(
+    world: World, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = world.records[0].key
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+        for _ in range(2):
+            world.index.match([[hot]], now_ms())
+        world.index.flush()
+
+    monkeypatch.setattr("sglang_ext.scripts.picctl_top.time.sleep", nap)
+    done = run("top", "--interval", 0.5, "--limit", 1, env=world.environment)
+    assert (done.code, naps) == (130, [0.5] * 3)
+    (row,) = (line for line in done.out.splitlines() if line.startswith(hot.hex()[:12]))
+    assert row.split()[:4] == [hot.hex()[:12], "default", "4", "2"]
+    assert "interrupted" in done.err
 
 
 # Changing
@@ -438,6 +466,31 @@ def test_verify_of_a_disk_tier_finds_files_its_server_cannot_use(
     assert done.json["intact"] == len(records) - NUM_SEGMENTS
 
 
+# Payloads in Redis
+
+
+def test_payloads_in_redis_are_verified_and_go_with_their_entries(world: World, run: Run) -> None:
+    env = {k: v for k, v in world.environment.items() if k != "PICCTL_SHARED_PATH"}
+    world.server.cli("FLUSHALL")
+    store: RedisStore[Any] = RedisStore(world.link, BytesCodec(), mac_key(SECRET.encode()))
+    put_all(store, world.records)
+    publish_all(world.index, world.records)
+    done = run("verify", "--shared-values", "--json", env=env)
+    assert (done.code, done.json["intact"]) == (0, NUM_RECORDS)
+    damaged, lost = world.records[2], world.records[5]
+    name = value_key(damaged.key, damaged.checksum)
+    world.link.call("SETRANGE", name, 4096, b"\x00" * 8)
+    world.link.call("UNLINK", value_key(lost.key, lost.checksum))
+    done = run("verify", "--shared-values", "--repair", "--json", env=env)
+    assert done.json["lost"] == {"damaged": 1, "absent": 1}
+    assert done.json["repairs"]["entries_removed"] == 2
+    run("invalidate", "--doc-id", "default-doc9", "--shared-values", env=env)
+    assert {record.key for record in store.records()} == world.present()
+    assert run("purge", "--all", "--yes", "--shared-values", env=env).code == 0
+    assert not [name for name in world.server.cli("KEYS", "*").split() if ":n:" in name]
+    assert not list(store.records())
+
+
 # Checking
 
 
@@ -575,15 +628,14 @@ def test_doctor_tells_a_missing_password_from_a_wrong_one(run: Run, tmp_path: Pa
 
 
 def test_doctor_names_each_command_and_key_a_user_lacks(run: Run) -> None:
-    log_rules = ("+xadd", "+xrange", "+xrevrange")
+    log_rules = ("+xadd", "+xrange", "+xrevrange", "+xlen")
     with redis_server(has_acl_user=True) as server:
         server.cli("ACL", "SETUSER", ACL_USER, *log_rules)
         found = _doctor_all(run, server.url)
         assert ("ok", "every command and key that is needed") in [
             (each["level"], each["message"]) for each in found if each["check"] == "permissions"
         ]
-        needed = [*ACL_RULES[ACL_RULES.index("+time") :], *log_rules]
-        for rule in needed:
+        for rule in dict.fromkeys((*ACL_RULES[ACL_RULES.index("+time") :], *log_rules)):
             server.cli("ACL", "SETUSER", ACL_USER, rule.replace("+", "-"))
             found = _doctor_all(run, server.url, code=1)
             errors = [each for each in found if each["level"] == "error"]
@@ -915,16 +967,16 @@ def test_warm_packs_documents_and_tells_what_was_computed_and_what_was_there(
     words = ("warm", corpus, "--delimiter", "<D>", "--server", sglang.url, "--json")
     cold = run(*words).json
     assert (cold["documents"], cold["requests"], cold["failures"]) == (4, 1, [])
-    assert (cold["computed_tokens"], cold["cached_tokens"]) == (8, 0)
+    assert (cold["computed_tokens"], cold["cached_tokens"]) == (9, 0)
     (request,) = sglang.requests
-    assert request["chunks"] == ["one two three", "four five", "six", "seven", "."]
+    assert request["chunks"] == ["#", "one two three", "four five", "six", "seven", "."]
     assert request["pic_strategy"] == "reuse"
     assert request["pic_namespace"] == "default"
     warm = run(*words, "--namespace", "acme", "--max-chars", 13, "--concurrency", 3).json
-    assert (warm["computed_tokens"], warm["cached_tokens"]) == (warm["requests"], 7)
     assert warm["requests"] == 3
+    assert (warm["computed_tokens"], warm["cached_tokens"]) == (3, 7 + 3)
     assert {request["pic_namespace"] for request in sglang.requests[1:]} == {"acme"}
-    assert "4 documents in 1 prompt: 1 tokens computed, 7 cached already" in run(*words[:-1]).out
+    assert "4 documents in 1 prompt: 1 tokens computed, 8 cached already" in run(*words[:-1]).out
 
 
 def test_the_system_text_is_warmed_alone_and_gets_no_documents_name(
@@ -936,7 +988,7 @@ def test_the_system_text_is_warmed_alone_and_gets_no_documents_name(
     first, *others = sglang.requests
     assert first["chunks"] == ["be brief", "."]
     assert "pic_doc_ids" not in first
-    names = {tuple(request["pic_doc_ids"]): request["chunks"][0] for request in others}
+    names = {tuple(request["pic_doc_ids"]): request["chunks"][1] for request in others}
     assert names == {
         ("a.txt",): "one two three",
         ("deep/b.md",): "four five",
@@ -962,9 +1014,9 @@ def test_lines_of_json_say_how_documents_live_and_neighbours_alike_share_a_promp
         for r in sglang.requests
     ]
     assert lives == [
-        (["a", "b", "."], ["d@1"], 60, True),
-        (["c", "."], None, None, None),
-        (["d", "."], ["x", "y"], None, None),
+        (["#", "a", "b", "."], ["d@1"], 60, True),
+        (["#", "c", "."], None, None, None),
+        (["#", "d", "."], ["x", "y"], None, None),
     ]
 
 

@@ -120,7 +120,8 @@ class Rig:
         for disk in self.disks:
             disk.probe()
         self.cache.measure(SAMPLES)
-        until(lambda: all(tier.is_ready for tier in self.cache.stats().lower))
+        self.drain()
+        assert all(tier.is_ready for tier in self.cache.stats().lower)
         for disk in self.disks:
             disk.gets.clear()
 

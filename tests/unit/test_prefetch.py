@@ -6,8 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from random import Random
-from threading import Barrier, Lock, Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -38,6 +37,7 @@ def chain(name: str, num_segments: int, **fields: Any) -> tuple[NodeRecord, ...]
 FREE = cost(0.0, 0.0)
 COMPUTE = cost(0.0, 1.0)  # 10 ms a segment
 PLENTY = 1 << 40
+PAYLOAD = random_payload(10)
 
 
 # Planning
@@ -92,6 +92,12 @@ def test_a_run_beyond_the_bound_is_declined_and_a_smaller_one_still_loaded() -> 
     large, small = chain("a", 3), chain("b", 2)
     plan = plan_loads([0, 0], [[large, small]], [FREE], COMPUTE, 250)
     assert plan == LoadPlan(((), (Run(0, small),)), 3)
+
+
+def test_all_runs_of_a_prompt_together_keep_to_the_bound() -> None:
+    a, b = chain("a", 2), chain("b", 2)
+    plan = plan_loads([0, 0], [[a, b]], [FREE], COMPUTE, 350)
+    assert plan == LoadPlan(((Run(0, a),), ()), 2)
 
 
 def test_while_nothing_tells_what_computing_costs_everything_is_loaded() -> None:
@@ -387,23 +393,25 @@ def _eager_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_eager_threads")
 def test_threads_take_each_load_once_and_in_order() -> None:
-    rig = Rig(200)
+    rig = Rig(2000)
     rig.begin()
-    order = list(range(200))
-    Random(3).shuffle(order)
-    barrier, taking = Barrier(4), Lock()
-    taken: Loads = []
+    order = list(range(2000))
+    barrier = Barrier(4)
+    taken: list[Loads] = []
 
     def finish(mine: Sequence[int]) -> None:
         barrier.wait()
         for at in mine:
-            rig.load(0, at).finish(random_payload(10, at))
-            with taking:
-                taken.extend(rig.prefetch.take_landed(0))
+            rig.load(0, at).finish(PAYLOAD)
+            landed = rig.prefetch.take_landed(0)
+            if landed:
+                taken.append(landed)
 
     threads = [Thread(target=finish, args=(order[start::4],)) for start in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert taken == rig.chunks[0]
+    position = {id(load): at for at, (_, load) in enumerate(rig.chunks[0])}
+    taken.sort(key=lambda landed: position[id(landed[0][1])])
+    assert [part for landed in taken for part in landed] == rig.chunks[0]

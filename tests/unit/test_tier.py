@@ -627,6 +627,21 @@ def test_of_two_payloads_of_one_key_one_is_adopted_with_all_below_it(
     assert_agrees(tier)
 
 
+def test_adopting_evicts_nothing_for_what_it_drops(files: FileStore[BytesPayload]) -> None:
+    """A second payload of a key, and a child whose parent is too large."""
+    fill(files, "x", "y")
+    second = random_payload(10, seed=9)
+    files.put(record_of(second, "x", created_ms=5), second)
+    large = random_payload(30)
+    files.put(record_of(large, "a"), large)
+    fill(files, "ab")
+    tier = restarted(files, budget_bytes=20)
+    assert tier.adopt() == 2
+    assert names_in(tier) == ["x", "y"]
+    assert tier.stats().num_evictions == 0
+    assert_agrees(tier)
+
+
 def test_adopting_keeps_to_the_budget_and_prefers_what_is_newer(
     files: FileStore[BytesPayload],
 ) -> None:

@@ -1,0 +1,65 @@
+"""Other writers of a shared folder, as processes that can be killed or race each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier, Event
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.chunk_index.index import NodeRecord
+from sglang_ext.chunk_index.tier import RemoteTier
+from tests.drills.shelf import RawPayload, now_ms, open_shelf
+
+TIMEOUT_S = 60.0
+
+Stock = Sequence[tuple[NodeRecord, RawPayload]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where writers write.
+
+    Attributes:
+        url: Of Redis.
+        folder: Of payloads.
+        secret: Of all servers.
+    """
+
+    url: str
+    folder: Path
+    secret: str
+
+
+def begin_and_hang(place: Place, stock: Stock, at_ms: int, has_begun: Event) -> None:
+    """Reserve and put payloads, then never publish them."""
+    with open_shelf(place.url, place.folder, place.secret) as shelf:
+        for record, payload in stock:
+            shelf.begin(record, payload, at_ms)
+        has_begun.set()
+        get_context("spawn").Event().wait()
+
+
+def publish_all(place: Place, stock: Stock, barrier: Barrier) -> None:
+    """Store each payload as a server does, at the same moment as the others of the barrier."""
+    with open_shelf(place.url, place.folder, place.secret) as shelf:
+        tier: RemoteTier[RawPayload] = RemoteTier("shared", shelf.index, shelf.store)
+        for record, payload in stock:
+            barrier.wait(TIMEOUT_S)
+            assert tier.keep(record, payload, now_ms()) is None
+
+
+@contextmanager
+def process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
+    """A process for a while; killed at the end, if it still lives."""
+    child = get_context("spawn").Process(target=target, args=arguments, daemon=True)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join(TIMEOUT_S)
