@@ -7,13 +7,13 @@ accounts follow it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from sglang_ext.chunk_index import keys
 from sglang_ext.chunk_index.index import Reservation, Shortage
 from sglang_ext.chunk_index.redis_commands import Command, Script, call_script
-from sglang_ext.chunk_index.redis_connection import Argument
+from sglang_ext.chunk_index.redis_connection import Argument, Reply
 from sglang_ext.chunk_index.redis_link import Calls
 from sglang_ext.chunk_index.redis_replies import as_int, as_list, as_pairs, as_text
 from sglang_ext.chunk_index.redis_scan import scan_pages
@@ -22,6 +22,8 @@ from sglang_ext.errors import IndexUnavailable
 
 ALL: None = None
 """Stands among owners for the account of all."""
+
+_AT_ONCE = 256  # accounts of one round trip
 
 
 class Accounts:
@@ -126,7 +128,7 @@ class Accounts:
             account, _ = _keys_of(owner)
             commands.append(Command(account, ("HMGET", account, "used", "reserved")))
         excess: dict[str | None, int] = {}
-        for owner, reply in zip(owners, self._calls.run(commands), strict=True):
+        for owner, reply in zip(owners, self._run(commands), strict=True):
             used, reserved = map(as_int, as_list(reply))
             num_bytes = sum(published.values()) if owner is None else published.get(owner, 0)
             excess[owner] = used - reserved - num_bytes
@@ -136,12 +138,19 @@ class Accounts:
 
     def _correct(self, excess: Mapping[str | None, int], now_ms: int) -> None:
         """Take bytes out of accounts, and end reservations whose time is up."""
-        self._calls.run(
+        self._run(
             [
                 self._settle(owner, owner or "", b"", -num_bytes, now_ms)
                 for owner, num_bytes in excess.items()
             ]
         )
+
+    def _run(self, commands: Sequence[Command]) -> list[Reply]:
+        """Any number of commands, some at a time."""
+        replies: list[Reply] = []
+        for start in range(0, len(commands), _AT_ONCE):
+            replies += self._calls.run(commands[start : start + _AT_ONCE])
+        return replies
 
     def _reserve(
         self,

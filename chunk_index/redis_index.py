@@ -53,7 +53,6 @@ from sglang_ext.chunk_index.redis_replies import (
     as_optional_bytes,
     as_pairs,
     as_text,
-    malformed,
 )
 from sglang_ext.chunk_index.redis_scan import scan_pages
 from sglang_ext.chunk_index.redis_scripts import load_scripts
@@ -553,7 +552,6 @@ def _as_removal(reply: Reply) -> tuple[bool, list[NodeRecord]]:
     records: list[NodeRecord] = []
     for key, value in as_pairs(flat):
         node = decode_node(ChunkKey(as_bytes(key)), as_bytes(value))
-        if node is None:
-            raise malformed(value)
-        records.append(node.record)
+        if node is not None:  # else it is damaged, and nobody can say what its payload was
+            records.append(node.record)
     return as_int(is_done) == 1, records

@@ -10,7 +10,7 @@ every `probe_s`, finds all servers answering. Both are open until it first did, 
 that cannot be reached costs nothing at start.
 
                    ┌─ request_path(): Calls ─ Breaker ─┐
-    RedisLink ─────┤                                   ├─ _Server ─ Pool ─ Connection
+    RedisLink ─────┤                                   ├─ Server ─ Pool ─ Connection
      its thread:   └─ background():   Calls ─ Breaker ─┘    one, or the masters of a cluster
      probes, refills pools, learns who has which slot
 """
@@ -51,7 +51,7 @@ _LOG_AGAIN_S = 60.0  # a kind of failure is logged once in this time
 _MOVED_PAUSE_S = 0.1  # least time between two questions who has which slot
 _IDLE_PAUSE_S = 60.0
 _SCAN_COUNT = 512
-_FOREIGN = (OSError, ErrorReply, hiredis.HiredisError, MemoryError)
+FOREIGN = (OSError, ErrorReply, hiredis.HiredisError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,205 +102,6 @@ class LinkStats:
     last_error: str
 
 
-class _Server:
-    """A server in use: where it is, and a pool for each profile."""
-
-    def __init__(self, address: Address, request_pool: Pool, background_pool: Pool) -> None:
-        self.address = address
-        self.request_pool = request_pool
-        self.background_pool = background_pool
-
-    def drop_idle(self) -> None:
-        self.request_pool.drop_idle()
-        self.background_pool.drop_idle()
-
-    def close(self) -> None:
-        self.request_pool.close()
-        self.background_pool.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Topology:
-    """Which server has which slot; without slots the first has all."""
-
-    servers: tuple[_Server, ...] = ()
-    slots: tuple[_Server | None, ...] = ()
-
-    def route(self, commands: Sequence[Command]) -> list[tuple[_Server, list[int]]]:
-        """For each server that is needed, the places of its commands.
-
-        Always in the same order of servers: callers that hold a connection to one and wait for one
-        to the next can never wait for each other.
-
-        Raises:
-            IndexUnavailable: Nobody has a slot.
-        """
-        if not self.slots and self.servers:
-            return [(self.servers[0], list(range(len(commands))))]
-        places: dict[_Server, list[int]] = {}
-        for place, command in enumerate(commands):
-            server = self.slots[slot_of(command.key)] if self.slots else None
-            if server is None:
-                raise IndexUnavailable("no server of the cluster has the slot")
-            places.setdefault(server, []).append(place)
-        return [(server, places[server]) for server in self.servers if server in places]
-
-
-_Route: TypeAlias = Callable[[Sequence[Command]], list[tuple[_Server, list[int]]]]
-
-
-class Calls:
-    """Sends commands, each call within one deadline; made by a link, used by any thread.
-
-    A call of scripts takes two deadlines if a server does not have them.
-    """
-
-    def __init__(
-        self,
-        link: RedisLink,
-        breaker: Breaker,
-        pool_of: Callable[[_Server], Pool],
-        deadline_ms: float,
-    ) -> None:
-        self._link = link
-        self._breaker = breaker
-        self._pool_of = pool_of
-        self._deadline_s = deadline_ms / 1000
-
-    def call(self, *words: Argument) -> Reply:
-        """The reply of one command, whose second word is a key; raises as `run`."""
-        key = words[1] if len(words) > 1 else b""
-        (reply,) = self.run([Command(key if isinstance(key, bytes) else str(key).encode(), words)])
-        return reply
-
-    def run(self, commands: Sequence[Command]) -> list[Reply]:
-        """The commands' replies, in their order, sent at once to every server concerned.
-
-        Raises:
-            IndexUnavailable: The deadline passed, a server cannot be reached, or it refused one
-                of the commands; the others may have been carried out.
-        """
-        replies: list[Reply] = []
-        for reply in self.attempt(commands):
-            if isinstance(reply, IndexUnavailable):
-                raise reply
-            replies.append(reply)
-        return replies
-
-    def attempt(self, commands: Sequence[Command]) -> list[Reply | IndexUnavailable]:
-        """As `run`, with what kept a command from being carried out in its reply's place.
-
-        Raises:
-            IndexUnavailable: Nothing was sent.
-        """
-        return self._attempt(commands, self._link.route)
-
-    def scan_keys(self, pattern: bytes) -> Iterator[bytes]:
-        """All keys of all servers that match a pattern, page by page; raises as `run`."""
-        for place in range(self._link.num_servers):
-            cursor: Reply = b"0"
-            while isinstance(cursor, bytes):
-                command = Command(b"", ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT))
-                (reply,) = self._attempt([command], partial(self._link.route_to, place))
-                if isinstance(reply, IndexUnavailable):
-                    raise reply
-                assert isinstance(reply, list), "SCAN returns a cursor and a page"
-                cursor, page = reply
-                assert isinstance(page, list), "a page is an array"
-                yield from (key for key in page if isinstance(key, bytes))
-                cursor = None if cursor == b"0" else cursor
-
-    def _attempt(
-        self, commands: Sequence[Command], route: _Route
-    ) -> list[Reply | IndexUnavailable]:
-        if self._breaker.is_open:
-            raise self._link.refusal(self._breaker)
-        replies = self._exchange(commands, route, time.monotonic() + self._deadline_s)
-        unknown = [place for place, reply in enumerate(replies) if _is_unknown_script(reply)]
-        if unknown:
-            in_full = [commands[place].in_full() for place in unknown]
-            again = self._exchange(in_full, route, time.monotonic() + self._deadline_s)
-            for place, reply in zip(unknown, again, strict=True):
-                replies[place] = reply
-        return self._translated(replies)
-
-    def _exchange(
-        self, commands: Sequence[Command], route: _Route, deadline: float
-    ) -> list[Reply | BaseException]:
-        """One round trip to each server concerned, all of them at the same time."""
-        replies: list[Reply | BaseException] = [None] * len(commands)
-        waiting: list[tuple[_Server, list[int], Connection]] = []
-        for server, places in route(commands):
-            packed = pack([commands[place].packed() for place in places])
-            try:
-                waiting.append((server, places, self._send(server, packed, deadline)))
-            except _FOREIGN as exc:
-                _fill(replies, places, exc)
-        for server, places, connection in waiting:
-            try:
-                got = self._receive(server, connection, len(places), deadline)
-            except _FOREIGN as exc:
-                _fill(replies, places, exc)
-            else:
-                for place, reply in zip(places, got, strict=True):
-                    replies[place] = reply
-        return replies
-
-    def _send(self, server: _Server, packed: bytes, deadline: float) -> Connection:
-        """The connection that the commands are on their way by."""
-        connection = self._pool_of(server).take(deadline)
-        try:
-            connection.send(packed, deadline)
-        except BaseException:
-            self._lose(server, connection)
-            raise
-        return connection
-
-    def _receive(
-        self, server: _Server, connection: Connection, num_replies: int, deadline: float
-    ) -> list[Reply]:
-        """The replies; the connection goes back to its pool only if all were read."""
-        try:
-            replies = connection.receive(num_replies, deadline)
-        except BaseException:
-            self._lose(server, connection)
-            raise
-        if any(isinstance(reply, ErrorReply) and failure_of(reply).is_moved for reply in replies):
-            self._lose(server, connection)  # a new one may lead to another server
-        else:
-            self._pool_of(server).give(connection)
-        self._link.count_round_trip()
-        return replies
-
-    def _lose(self, server: _Server, connection: Connection) -> None:
-        """Close a connection, and those beside it, which likely fail as well."""
-        self._pool_of(server).lose(connection)
-        server.drop_idle()
-        self._link.wake()
-
-    def _translated(
-        self, replies: Sequence[Reply | BaseException]
-    ) -> list[Reply | IndexUnavailable]:
-        """Failures in our own terms; tells breaker and link of them."""
-        outage: str | None = None
-        translated: list[Reply | IndexUnavailable] = []
-        reported: dict[int, IndexUnavailable] = {}  # one failure of a server fails many commands
-        for reply in replies:
-            if not isinstance(reply, BaseException):
-                translated.append(reply)
-                continue
-            if id(reply) not in reported:
-                reported[id(reply)] = self._link.report(reply)
-            translated.append(reported[id(reply)])
-            if failure_of(reply).is_outage:
-                outage = str(reported[id(reply)])
-        if outage is None:
-            self._breaker.succeed()
-        elif self._breaker.fail(outage):
-            self._link.wake()
-        return translated
-
-
 class RedisLink:
     """Connections to one Redis server or cluster; thread-safe."""
 
@@ -323,7 +124,7 @@ class RedisLink:
             lambda server: server.background_pool,
             config.background_deadline_ms,
         )
-        self._topology = _Topology()
+        self._topology = Topology()
         self._targets: dict[Address, tuple[Target, ...]] = {}
         self._lock = Lock()
         self._failures: Counter[str] = Counter()
@@ -359,6 +160,11 @@ class RedisLink:
         return not (self._request_breaker.is_open or self._background_breaker.is_open)
 
     @property
+    def topology(self) -> Topology:
+        """For `Calls`: who has which key. Stale at once."""
+        return self._topology
+
+    @property
     def num_servers(self) -> int:
         """Servers in use: one, or the masters of a cluster. Stale at once."""
         return len(self._topology.servers)
@@ -389,18 +195,19 @@ class RedisLink:
             )
 
     def open_connection(self, timeout_s: float) -> Connection:
-        """A connection to any server in use, of no pool; the caller closes it.
+        """A connection to the first server that takes it, of no pool; the caller closes it.
 
         Raises:
-            IndexUnavailable: It could not be opened.
+            IndexUnavailable: None could be opened.
         """
-        addresses = [server.address for server in self._topology.servers]
-        try:
-            return self._connect(
-                (addresses or list(self._endpoint.seeds))[0], time.monotonic() + timeout_s
-            )
-        except _FOREIGN as exc:
-            raise self.report(exc) from exc
+        known = [server.address for server in self._topology.servers]
+        failure = IndexUnavailable("Redis: no server is known")
+        for address in known or self._endpoint.seeds:
+            try:
+                return self._connect(address, time.monotonic() + timeout_s)
+            except FOREIGN as exc:
+                failure = self.report(exc)
+        raise failure
 
     def close(self) -> None:
         """Close every connection; all calls fail from now on."""
@@ -412,25 +219,13 @@ class RedisLink:
         for server in self._topology.servers:
             server.close()
 
-    def route(self, commands: Sequence[Command]) -> list[tuple[_Server, list[int]]]:
-        """For `Calls`: who gets which commands."""
-        return self._topology.route(commands)
-
-    def route_to(self, place: int, commands: Sequence[Command]) -> list[tuple[_Server, list[int]]]:
-        """For `Calls`: all commands to one server."""
-        servers = self._topology.servers
-        if place >= len(servers):
-            raise IndexUnavailable("Redis: moved: the cluster has fewer servers than before")
-        return [(servers[place], list(range(len(commands))))]
-
     def wake(self) -> None:
         """For `Calls`: look after pools and breakers now."""
         self._is_awake.set()
 
-    def refusal(self, breaker: Breaker) -> IndexUnavailable:
-        """For `Calls`: what an open breaker says."""
+    def count_refusal(self) -> None:
+        """For `Calls`: a breaker refused a call."""
         self._num_refusals += 1
-        return IndexUnavailable(f"Redis is not asked: {breaker.reason}")
 
     def count_round_trip(self) -> None:
         """For `Calls`: a server answered."""
@@ -481,7 +276,7 @@ class RedisLink:
         """Take a step of the thread, which no failure may end."""
         try:
             step(time.monotonic() + self._config.background_deadline_ms / 1000)
-        except _FOREIGN as exc:
+        except FOREIGN as exc:
             reason = str(self.report(exc))
             for breaker in (self._request_breaker, self._background_breaker):
                 breaker.explain(reason)
@@ -511,7 +306,7 @@ class RedisLink:
             with self._became_available:
                 self._became_available.notify_all()
 
-    def _discover(self, deadline: float) -> _Topology:
+    def _discover(self, deadline: float) -> Topology:
         """Ask the first server that answers, those in use before the seeds."""
         known = [server.address for server in self._topology.servers]
         failure: BaseException | None = None
@@ -523,25 +318,25 @@ class RedisLink:
                     return self._topology_by(connection, address, deadline)
                 finally:
                     connection.close()
-            except _FOREIGN as exc:
+            except FOREIGN as exc:
                 failure = exc
                 deadline = time.monotonic() + self._config.background_deadline_ms / 1000
         assert failure is not None, "there is a seed"
         raise failure
 
-    def _topology_by(self, connection: Connection, address: Address, deadline: float) -> _Topology:
+    def _topology_by(self, connection: Connection, address: Address, deadline: float) -> Topology:
         """What one server says of all."""
         if not (self._endpoint.is_cluster or self._is_cluster(connection, deadline)):
-            return _Topology((self._server(address),))
-        slots: list[_Server | None] = [None] * NUM_SLOTS
-        servers: dict[Address, _Server] = {}
-        for first, last, master in _slot_ranges(
+            return Topology((self._server(address),))
+        slots: list[Server | None] = [None] * NUM_SLOTS
+        servers: dict[Address, Server] = {}
+        for first, last, master in slot_ranges(
             self._ask(connection, deadline, "CLUSTER", "SLOTS")
         ):
             at = Address(master.host or address.host, master.port)
             server = servers.setdefault(at, self._server(at))
             slots[first : last + 1] = [server] * (last + 1 - first)
-        return _Topology(tuple(servers.values()), tuple(slots))
+        return Topology(tuple(servers.values()), tuple(slots))
 
     def _is_cluster(self, connection: Connection, deadline: float) -> bool:
         """Whether a server is part of a cluster; one that does not tell is not."""
@@ -558,7 +353,7 @@ class RedisLink:
             raise reply
         return reply
 
-    def _server(self, address: Address) -> _Server:
+    def _server(self, address: Address) -> Server:
         """The server at an address, with the pools it has if it is in use."""
         for server in self._topology.servers:
             if server.address == address:
@@ -566,9 +361,9 @@ class RedisLink:
         limit = self._config.max_connections
         request_pool = Pool(max(limit // 2, 1), self._ask_for_refill)
         background_pool = Pool(max(limit - limit // 2, 1), partial(self._connect, address))
-        return _Server(address, request_pool, background_pool)
+        return Server(address, request_pool, background_pool)
 
-    def _replace_topology(self, topology: _Topology) -> None:
+    def _replace_topology(self, topology: Topology) -> None:
         """Use these servers from now on, and close what leads to others."""
         left = set(self._topology.servers) - set(topology.servers)
         self._topology = topology
@@ -588,29 +383,3 @@ class RedisLink:
         if address not in self._targets:
             self._targets[address] = resolve(address)
         return connect(self._targets[address], self._endpoint.access, deadline)
-
-
-def _is_unknown_script(reply: object) -> bool:
-    return isinstance(reply, ErrorReply) and reply.code == "NOSCRIPT"
-
-
-def _fill(replies: list[Reply | BaseException], places: Sequence[int], exc: BaseException) -> None:
-    for place in places:
-        replies[place] = exc
-
-
-def _slot_ranges(answer: Reply) -> list[tuple[int, int, Address]]:
-    """First slot, last slot and master of each range; the master's host may be empty."""
-    ranges: list[tuple[int, int, Address]] = []
-    for entry in answer if isinstance(answer, list) else []:
-        match entry:
-            case [int(first), int(last), [bytes() | None as host, int(port), *_], *_]:
-                if not 0 <= first <= last < NUM_SLOTS:
-                    break
-                ranges.append((first, last, Address((host or b"").decode(), port)))
-            case _:
-                break
-    else:
-        if ranges:
-            return ranges
-    raise ErrorReply("CLUSTERDOWN the server does not say who has which slot")

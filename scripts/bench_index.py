@@ -67,7 +67,6 @@ PATIENT_MS = 5_000.0
 
 BULK_MS = 30_000.0
 CLUSTER_SHARE = 0.1
-NUM_STARTS = 3
 NUM_KNOWN = 20
 """Prompts that the near index knows."""
 
@@ -84,6 +83,7 @@ class Scale:
         num_calls: Of each operation that is not paced.
         num_files: Payloads on the disk.
         num_pairs: How often all of them are read.
+        num_starts: Starts with an address that swallows everything.
         has_cluster: Measure a cluster of three too, with a tenth of the entries.
     """
 
@@ -92,10 +92,12 @@ class Scale:
     num_calls: int = 2_000
     num_files: int = 64
     num_pairs: int = 7
+    num_starts: int = 3
     has_cluster: bool = False
 
 
-QUICK = Scale(50_000, seconds=1.0, num_calls=200, num_files=4, num_pairs=5)
+FULL = Scale(1_000_000, seconds=6.0)
+QUICK = Scale(50_000, seconds=1.0, num_calls=200, num_files=4, num_pairs=5, num_starts=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,7 @@ class IndexBench:
         prompt = next(self._entries.prompts(LONG_CHUNK, SEED))
         added_ms: list[float] = []
         with black_hole() as url:
-            for _ in range(NUM_STARTS):
+            for _ in range(self._scale.num_starts):
                 without_ms = time_start(self._folder / "none", prompt)
                 added_ms.append(time_start(self._folder / "hole", prompt, url) - without_ms)
         return statistics.median(added_ms)
@@ -434,15 +436,19 @@ def describe_machine() -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_index", description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/bench-index.json"))
-    parser.add_argument("--entries", type=int, default=1_000_000, help="in the index")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each paced measurement")
+    parser.add_argument("--entries", type=int, help="in the index; a million, or 50,000")
+    parser.add_argument("--seconds", type=float, help="of each paced measurement; 6, or 1")
     parser.add_argument("--cluster", action="store_true", help="a cluster of three as well")
     parser.add_argument("--no-check", action="store_true", help="0 even if an aim is missed")
     parser.add_argument("--quick", action="store_true", help="few entries: does everything work?")
     args = parser.parse_args(argv)
-    args.scale = Scale(args.entries, args.seconds, has_cluster=args.cluster)
-    if args.quick:
-        args.scale = replace(QUICK, has_cluster=args.cluster)
+    scale = QUICK if args.quick else FULL
+    args.scale = replace(
+        scale,
+        num_entries=args.entries or scale.num_entries,
+        seconds=args.seconds or scale.seconds,
+        has_cluster=args.cluster,
+    )
     return args
 
 

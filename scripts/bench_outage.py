@@ -68,9 +68,15 @@ class Outage:
 class Site:
     """A server's cache."""
 
-    def __init__(self, cache: ChunkCache[RawPayload], link: RedisLink | None) -> None:
+    def __init__(
+        self,
+        cache: ChunkCache[RawPayload],
+        link: RedisLink | None = None,
+        near: NearIndex | None = None,
+    ) -> None:
         self._cache = cache
         self._link = link
+        self._near = near
         self._is_loaded = Event()
         cache.when_loaded(self._is_loaded.set)
 
@@ -102,6 +108,8 @@ class Site:
     def close(self) -> None:
         """End its threads."""
         self._cache.close()
+        if self._near is not None:
+            self._near.close()
         if self._link is not None:
             self._link.close()
 
@@ -111,7 +119,7 @@ def site(folder: pathlib.Path, url: str | None = None) -> Iterator[Site]:
     """A server's cache with default limits; with a shared tier if there is a URL."""
     arena = Arena(MemoryIndex(ARENA_BYTES), HostStore[RawPayload]())
     if url is None:
-        made = Site(ChunkCache(arena), None)
+        made = Site(ChunkCache(arena))
     else:
         link = RedisLink(RedisConfig(url=url))
         remote = RedisIndex(link)
@@ -121,7 +129,7 @@ def site(folder: pathlib.Path, url: str | None = None) -> Iterator[Site]:
         samples = [(1, TOKEN_BYTES), (SEGMENT_TOKENS, SEGMENT_BYTES)]
         small, large = [(tokens, RawPayload(bytearray(size))) for tokens, size in samples]
         cache.measure((small, large))
-        made = Site(cache, link)
+        made = Site(cache, link, near)
     try:
         yield made
     finally:

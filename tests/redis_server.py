@@ -48,6 +48,7 @@ ACL_RULES = (
     "+get", "+mget", "+set", "+setrange", "+getrange", "+strlen", "+exists", "+unlink", "+persist",
     "+hget", "+hmget", "+hset", "+hdel", "+hincrby", "+hscan",
     "+sadd", "+srem", "+sscan", "+srandmember",
+    "+xadd", "+xlen", "+xrange", "+xrevrange",
     "+zadd", "+zrem", "+zcard", "+zcount", "+zrange", "+zrangebyscore", "+zscan",
 )  # fmt: skip
 """What a user of the shared index must be allowed, and nothing more."""

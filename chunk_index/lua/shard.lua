@@ -76,6 +76,7 @@ local function parse(key, value)
   end
   _, _, node.bytes, node.checksum, node.created, node.expires, node.compute =
     struct.unpack(BODY, value, node.body_at)
+  assert(node.bytes < 2 ^ 53)
   node.owner, node.names_end = name_at(value, node.body_at + BODY_LEN)
   node.model, node.names_end = name_at(value, node.names_end)
   node.documents = documents_at(value, node.names_end)

@@ -7,21 +7,28 @@ Every drill leaves a row, right or not; the rows are shown at the end of the run
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sglang_ext.scripts.server import load_encoder, serve
+from sglang_ext.scripts.server import load_encoder
 from sglang_ext.scripts.workload import cut_passages, make_prompts, python_topics, spread_sizes
-from tests.drills.drill import DELIMITER, OPTIONS, VOCAB_SIZE, Case, Row, Run, Served
+from tests.drills.drill import (
+    DELIMITER,
+    VOCAB_SIZE,
+    Case,
+    Row,
+    Run,
+    Served,
+    StartRun,
+    open_server,
+)
 
 PASSAGE_TOKENS = (60, 110)
 NUM_PASSAGES = 20
@@ -29,8 +36,6 @@ PROMPT_PASSAGES = (3, 6)
 NUM_CASES = 11
 SEED = 11
 ROWS = pytest.StashKey[list[Row]]()
-
-StartRun = Callable[..., AbstractContextManager[Run]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -112,21 +117,6 @@ def reference(
 def cases(reference: Reference) -> list[Case]:
     """The prompts with their right answers."""
     return reference.cases
-
-
-@contextmanager
-def open_server(model_path: str, log_path: Path, *options: str) -> Iterator[Served]:
-    """A server with the options of all drills and further ones."""
-    with serve(
-        model_path,
-        *OPTIONS,
-        *("--log-level", "info", "--log-level-http", "warning"),
-        *options,
-        threads=1,  # two fight for the cores with this process and the server's own
-        log_path=log_path,
-        say=print,
-    ) as client:
-        yield Served(client, log_path)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
@@ -34,8 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from sglang_ext.scripts.server import Client
-from tests.redis_server import wait_until
+from sglang_ext.scripts.server import Client, serve
 
 VOCAB_SIZE = 49152
 DELIMITER = "<|chunk|>"
@@ -138,7 +137,8 @@ class Row:
         max_wait_ms: Longest that a request waited: what it reports as waiting for lower tiers, or,
             if that is more, the time it took beyond the slowest request of the same prompt under
             the same load without a fault.
-        recovered_s: From the end of the fault until something was stored in the tier again.
+        recovered_s: From the end of the fault until something was stored in the tier again; None if
+            that was not looked for, or did not happen.
     """
 
     drill: str
@@ -146,7 +146,7 @@ class Row:
     wrong: int
     lost: int
     max_wait_ms: float
-    recovered_s: float
+    recovered_s: float | None
 
 
 def kl_divergence(expected: LogProbs, got: LogProbs) -> float:
@@ -160,7 +160,7 @@ def judge(
     name: str,
     outcomes: Sequence[Outcome],
     calm_ms: Mapping[int, float],
-    recovered_s: float = math.nan,
+    recovered_s: float | None = None,
 ) -> Row:
     """The row of a drill.
 
@@ -177,7 +177,7 @@ def judge(
         wrong=sum(outcome.is_wrong for outcome in outcomes),
         lost=sum(outcome.is_lost for outcome in outcomes),
         max_wait_ms=round(max([0.0, *waits]), 1),
-        recovered_s=round(recovered_s, 2),
+        recovered_s=None if recovered_s is None else round(recovered_s, 2),
     )
 
 
@@ -297,7 +297,7 @@ class Run:
         self._is_over = False
         self._broken_s = math.nan
         self._ended_s = math.nan
-        self._recovered_s = math.nan
+        self._recovered_s: float | None = None
         self._threads = [Thread(target=self._send, daemon=True) for _ in range(NUM_THREADS)]
         self._before = served.metrics()
 
@@ -332,7 +332,11 @@ class Run:
 
     def until(self, is_so: Callable[[], object], what: str) -> None:
         """Let requests go on until something is so, and fail with `what` if it never is."""
-        wait_until(is_so, PATIENCE_S, lambda: f"{what}; {self.row}; {self.errors}")
+        ends_s = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < ends_s, f"{what}; {self.row}; {self.errors}"
+            num_done = len(self.outcomes)
+            self._wait_for(lambda num_done=num_done: len(self.outcomes) > num_done)
 
     @contextmanager
     def fault(self) -> Iterator[None]:
@@ -356,6 +360,10 @@ class Run:
     def note_recovery(self) -> None:
         """Say that all is well again as of now."""
         self._recovered_s = time.monotonic() - self._ended_s
+
+    def has_recovered_within(self, limit_s: float) -> bool:
+        """Whether recovery was seen, and no later than that after the fault."""
+        return self._recovered_s is not None and self._recovered_s <= limit_s
 
     def is_within_fault(self, outcome: Outcome) -> bool:
         """Whether a request began and ended during the fault."""
@@ -395,3 +403,22 @@ class Run:
     def _wait_for(self, is_done: Callable[[], bool]) -> None:
         with self._changed:
             assert self._changed.wait_for(is_done, PATIENCE_S), f"no progress: {self.errors}"
+
+
+@contextmanager
+def open_server(model_path: str, log_path: Path, *options: str) -> Iterator[Served]:
+    """A server with the options of all drills and further ones."""
+    with serve(
+        model_path,
+        *OPTIONS,
+        *("--log-level", "info", "--log-level-http", "warning"),
+        *options,
+        threads=1,  # two fight for the cores with this process and the server's own
+        log_path=log_path,
+        say=print,
+    ) as client:
+        yield Served(client, log_path)
+
+
+StartRun = Callable[..., AbstractContextManager[Run]]
+"""Begins a drill and adds its row at the end; takes what `Run` takes, but the prompts."""

@@ -35,11 +35,11 @@ class Place:
     secret: str
 
 
-def begin_and_hang(place: Place, stock: Stock, at_ms: int, has_begun: Event) -> None:
-    """Reserve and put payloads, then never publish them."""
+def begin_and_hang(place: Place, stock: Stock, age_ms: int, has_begun: Event) -> None:
+    """Reserve and put payloads as if that was `age_ms` ago, then never publish them."""
     with open_shelf(place.url, place.folder, place.secret) as shelf:
         for record, payload in stock:
-            shelf.begin(record, payload, at_ms)
+            shelf.begin(record, payload, now_ms() - age_ms)
         has_begun.set()
         get_context("spawn").Event().wait()
 

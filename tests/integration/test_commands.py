@@ -31,7 +31,7 @@ from sglang_ext.chunk_index.tier import Tier
 from sglang_ext.errors import IndexUnavailable
 from tests.blobs import random_payload, record_of
 from tests.picctl_data import make_store
-from tests.redis_server import RedisServer, open_link, redis_server
+from tests.redis_server import RedisServer, open_link, redis_server, shared_server
 from tests.strategies import BytesPayload, key_name, named_key
 
 pytestmark = pytest.mark.redis
@@ -52,6 +52,15 @@ ALL = (
 def server() -> Iterator[RedisServer]:
     with redis_server() as server:
         yield server
+
+
+def test_the_user_of_a_shared_index_may_use_the_log() -> None:
+    with open_link(shared_server("tls").url) as link:
+        log = CommandLog(link)
+        start = log.read(None, limit=10).last_id
+        posted = log.post(Clear())
+        assert log.read(start, limit=10).ids == (posted,)
+        assert log.read("1-1", limit=10).is_log_lost
 
 
 @pytest.fixture

@@ -307,6 +307,29 @@ class TestLongChunks:
         assert plan == ["b", *record_names(chunk)[::-1]]
 
 
+class TestDocuments:
+    def test_documents_of_any_name_are_found_as_everywhere(self, index: RedisIndex) -> None:
+        names = ("@", "a@", "@b", "a@b@c", "x\0y@1", "line\n@1", "ü@1", "\ud800@1", "", "a" * 9000)
+        publish(index, node_record("a", doc_ids=names))
+        index.check_integrity()  # compares with `document_names`
+        assert index.annotate(named_key("a"), ["z@1", "a@b"]) is not None
+        index.check_integrity()
+        assert record_names(index.invalidate("\ud800", "", limit=9)) == ["a"]
+
+    @pytest.mark.parametrize("offset", [105, 120, 125, 140, 148, 149, 150])
+    def test_a_damaged_record_is_a_miss_and_hides_nothing(
+        self, link: RedisLink, offset: int
+    ) -> None:
+        index = RedisIndex(link)
+        publish(index, *CHAIN, node_record("b"))
+        name = keys.node_key(named_key("a2"))
+        link.call("SETRANGE", name, offset, b"\xfe")  # in its body, so that the CRC is wrong
+        assert match(index, "a", "a1", "a2") == ["a", "a1"]
+        assert index.show(named_key("a2")) is None
+        assert record_names(index.remove(named_key("a"))) == ["a1", "a"]
+        assert record_names(index.clear(limit=9)) == ["b"]
+
+
 class TestStatistics:
     def test_hits_are_written_by_flush_and_not_before(self, index: RedisIndex) -> None:
         publish(index, *CHAIN)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from sglang_ext.chunk_index.redis_commands import Command, Script, call_script
+from sglang_ext.chunk_index.redis_commands import NUM_SLOTS, Command, Script, call_script, slot_of
 from sglang_ext.chunk_index.redis_connection import Reply
 from sglang_ext.chunk_index.redis_link import RedisConfig, RedisLink
 from sglang_ext.chunk_index.redis_subscription import Subscription
@@ -27,6 +28,7 @@ from tests.redis_server import (
     redis_cluster,
     redis_server,
     shared_cluster,
+    shared_server,
     wait_until,
 )
 
@@ -454,7 +456,11 @@ class TestReplica:
 
 
 class TestSubscription:
-    def test_every_message_is_heard_and_an_interruption_is_told(self, server: RedisServer) -> None:
+    @pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])
+    def test_every_message_is_heard_and_an_interruption_is_told(
+        self, kind: Literal["tcp", "unix", "tls"]
+    ) -> None:
+        server = shared_server(kind)
         heard: list[bytes] = []
         beginnings: list[int] = []
         with open_link(server.url) as link:
@@ -473,8 +479,8 @@ class TestSubscription:
                 wait_until(lambda: heard[-1] == b"after", RECOVERY_S)
             finally:
                 subscription.close()
-            link.call("PUBLISH", "pic1:changes", "unheard")
             wait_until(lambda: "channels:0" in server.cli("INFO", "stats"), RECOVERY_S)
+            link.call("PUBLISH", "pic1:changes", "unheard")
             assert heard[-1] == b"after"
 
     def test_a_channel_that_falls_silent_is_heard_again(self, server: RedisServer) -> None:
@@ -513,8 +519,9 @@ class TestCluster:
     def test_calls_over_several_servers_never_wait_for_each_other(self) -> None:
         cluster = shared_cluster()
         with open_link(cluster.url, max_connections=2) as link:  # one for background calls
-            there = [Command(b"key-%d" % i, ("GET", b"key-%d" % i)) for i in range(20)]
-            orders = [there, there[::-1], there[10:] + there[:10]]
+            names = {slot_of(b"%d" % i) * 3 // NUM_SLOTS: b"%d" % i for i in range(100)}
+            there = [Command(names[third], ("GET", names[third])) for third in range(3)]
+            orders = [there, there[1:] + there[:1], there[2:] + there[:2]]
             with ThreadPoolExecutor(3) as pool:
                 work = [
                     pool.submit(lambda c=commands: [link.background().run(c) for _ in range(200)])
