@@ -74,7 +74,7 @@ def segment_chunk(
     parent: ChunkKey | None = None
     for start in range(span.start, span.end, segment_len):
         end = min(start + segment_len, span.end)
-        key = child_key(root if parent is None else parent, token_ids[start:end])
+        key = child_key(root, parent, token_ids[start:end])
         segments.append(ChunkSegment(key, parent, Span(start, end), start - span.start))
         parent = key
     return tuple(segments)

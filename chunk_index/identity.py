@@ -5,7 +5,7 @@ fingerprint is made. Every digest is 128 bits of BLAKE2b over a framed encoding,
 equal in every process and on every host, and unequal for inputs that differ anywhere.
 
     root       |digest 16 bytes|               of model, namespace, secret and salt
-    segment    |spread|digest 16 bytes|        of what precedes it in its chunk, and its tokens
+    segment    |spread|digest 16 bytes|        of root, what precedes it in its chunk, and tokens
 
 The spread byte is the first of the digest of a chunk's first segment, and all segments below that
 have it: a shared index keeps a chunk in one place by it, and spreads chunks evenly.
@@ -32,6 +32,7 @@ KEY_BYTES = 1 + DIGEST_BYTES
 
 _ROOT_TAG = b"pic-root-v1"
 _CHILD_TAG = b"pic-node-v1"
+_NO_PARENT = bytes(DIGEST_BYTES)
 _OWNER, _MODEL, _MAC = b"pic-owner-v1", b"pic-model-v1", b"pic-mac-v1"
 _TOKEN_DTYPE = np.dtype("<i4")
 
@@ -54,11 +55,17 @@ def root_key(fingerprint: bytes, namespace: str, secret: bytes, salt: str = "") 
     return RootKey(digest.digest())
 
 
-def child_key(parent: RootKey | ChunkKey, token_ids: npt.NDArray[np.integer[Any]]) -> ChunkKey:
+def child_key(
+    root: RootKey, parent: ChunkKey | None, token_ids: npt.NDArray[np.integer[Any]]
+) -> ChunkKey:
     """The key of a segment: what precedes it in its chunk, and its tokens.
 
+    The root, which stands in no shared index, enters every key: who reads one key cannot test
+    guesses of the tokens below it.
+
     Args:
-        parent: Key of the segment before it in the same chunk, or the root's key.
+        root: Key of model and tenant, from `root_key`.
+        parent: Key of the segment before it in the same chunk; None for a chunk's first.
         token_ids: `[num_tokens]`, any integer dtype, values within int32, at least one token.
 
     Returns:
@@ -67,12 +74,12 @@ def child_key(parent: RootKey | ChunkKey, token_ids: npt.NDArray[np.integer[Any]
     Raises:
         ShapeError: `token_ids` is empty, not one-dimensional, not integer, or beyond int32.
     """
-    is_top = len(parent) == DIGEST_BYTES
-    assert is_top or len(parent) == KEY_BYTES, "other widths could make two framings equal"
-    above = parent if is_top else parent[1:]
-    framed = b"".join((_CHILD_TAG, above, _uint64(token_ids.size), _token_bytes(token_ids)))
+    assert len(root) == DIGEST_BYTES, "every field before the tokens has a fixed width"
+    assert parent is None or len(parent) == KEY_BYTES
+    above = _NO_PARENT if parent is None else parent[1:]
+    framed = b"".join((_CHILD_TAG, root, above, _uint64(token_ids.size), _token_bytes(token_ids)))
     digest = hashlib.blake2b(framed, digest_size=DIGEST_BYTES).digest()
-    return ChunkKey((digest if is_top else parent)[:1] + digest)
+    return ChunkKey((digest if parent is None else parent)[:1] + digest)
 
 
 def owner_id(namespace: str, secret: bytes) -> str:

@@ -34,6 +34,8 @@ together; chunks spread evenly over shards. Digests are BLAKE2b, see `identity`.
     pic1:{all}:servers           zset    servers, score = last heartbeat in ms     SERVER_S
     pic1:{all}:models            hash    server: digest of its model               SERVER_S
     pic1:{all}:log               stream  changes an operator made, see `commands`  trimmed
+    pic1:{all}:mark              string  16 random bytes: tells a lost index from  for ever
+                                         the one before, see `refill`
     pic1:changes                 channel sender 8 bytes, kind (g gone, n new),     -
                                          keys of 17 bytes
 
@@ -94,6 +96,7 @@ OWNERS = ALL_ACCOUNT + b":owners"
 QUOTAS = ALL_ACCOUNT + b":quotas"
 SERVERS = ALL_ACCOUNT + b":servers"
 MODELS = ALL_ACCOUNT + b":models"
+MARK = ALL_ACCOUNT + b":mark"
 
 _SHARD_PREFIXES = tuple(PREFIX + b"{%02x}:" % shard for shard in range(NUM_SHARDS))
 _NODE_PREFIXES = tuple(_SHARD_PREFIXES[first % NUM_SHARDS] + b"n:" for first in range(256))

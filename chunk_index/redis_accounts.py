@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from sglang_ext.chunk_index import keys
 from sglang_ext.chunk_index.index import Reservation, Shortage
+from sglang_ext.chunk_index.redis_calls import Calls
 from sglang_ext.chunk_index.redis_commands import Command, Script, call_script
 from sglang_ext.chunk_index.redis_connection import Argument, Reply
-from sglang_ext.chunk_index.redis_link import Calls
 from sglang_ext.chunk_index.redis_replies import as_int, as_list, as_pairs, as_text
 from sglang_ext.chunk_index.redis_scan import scan_pages
 from sglang_ext.chunk_index.redis_scripts import Scripts

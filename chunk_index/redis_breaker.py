@@ -9,9 +9,7 @@ import ssl
 from dataclasses import dataclass
 from threading import Lock
 
-import hiredis
-
-from sglang_ext.chunk_index.redis_connection import ErrorReply
+from sglang_ext.chunk_index.redis_connection import BrokenReply, ErrorReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,7 @@ _ERRORS: tuple[tuple[type[BaseException], Failure], ...] = (
     (ConnectionError, Failure("lost", is_moved=True)),
     (ssl.SSLError, Failure("tls")),
     (OSError, Failure("unreachable", is_moved=True)),
-    (hiredis.HiredisError, Failure("protocol")),
-    (MemoryError, Failure("protocol")),
+    (BrokenReply, Failure("protocol")),
 )
 
 

@@ -1,7 +1,7 @@
 """Calls of Redis: commands on their way to the servers concerned, and replies on theirs back.
 
-Knows that each call has a deadline and a breaker, and that scripts may be unknown. Does not know how
-connections are opened, or what commands mean.
+Knows that each call has a deadline and a breaker, and that scripts may be unknown. Does not know
+how connections are opened, or what commands mean.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
-import hiredis
-
 from sglang_ext.chunk_index.redis_breaker import Breaker, failure_of
 from sglang_ext.chunk_index.redis_commands import Command
 from sglang_ext.chunk_index.redis_connection import (
     Argument,
+    BrokenReply,
     Connection,
     ErrorReply,
     Reply,
@@ -26,7 +25,7 @@ from sglang_ext.chunk_index.redis_pool import Pool
 from sglang_ext.chunk_index.redis_topology import Server, Topology
 from sglang_ext.errors import IndexUnavailable
 
-FOREIGN = (OSError, ErrorReply, hiredis.HiredisError, MemoryError)
+FOREIGN = (OSError, ErrorReply, BrokenReply)
 """What connections raise; `redis_breaker` says what each means."""
 
 _SCAN_COUNT = 512

@@ -60,6 +60,10 @@ class ErrorReply(Exception):
         return in_script[1] if in_script else str(self).partition(" ")[0]
 
 
+class BrokenReply(hiredis.HiredisError):
+    """What a server sends is no reply, or too large for one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where a server listens.
@@ -230,16 +234,12 @@ class Connection:
 
         Raises:
             OSError: They did not all come in time, or the connection is broken.
-            hiredis.HiredisError: They are no Redis replies, or too large.
+            BrokenReply: They are no replies of Redis, or too large.
         """
         replies: list[Reply] = []
         num_bytes = num_late_bytes = 0
         while True:
-            while len(replies) < num_replies:
-                reply = self._reader.gets()
-                if reply is _NOT_ENOUGH:
-                    break
-                replies.append(reply)
+            self._take(replies, num_replies)
             if len(replies) == num_replies:
                 return replies
             left_s = deadline - time.monotonic()
@@ -249,7 +249,7 @@ class Connection:
             num_bytes += size
             num_late_bytes += size if left_s <= 0 else 0
             if num_bytes > MAX_REPLY_BYTES:
-                raise hiredis.ProtocolError(f"more than {MAX_REPLY_BYTES} bytes of replies")
+                raise BrokenReply(f"more than {MAX_REPLY_BYTES} bytes of replies")
 
     def is_stale(self) -> bool:
         """Whether the server closed it, or sent what nobody asked for. Changes nothing.
@@ -266,6 +266,17 @@ class Connection:
     def close(self) -> None:
         """Close it; more than once is no error."""
         self._sock.close()
+
+    def _take(self, replies: list[Reply], num_replies: int) -> None:
+        """Move replies that have arrived to `replies`, until there are enough."""
+        try:
+            while len(replies) < num_replies:
+                reply = self._reader.gets()
+                if reply is _NOT_ENOUGH:
+                    return
+                replies.append(reply)
+        except (hiredis.HiredisError, MemoryError) as exc:
+            raise BrokenReply(str(exc)) from exc
 
     def _read(self, timeout_s: float) -> int:
         """Feed the reader with what comes next; returns how many bytes."""

@@ -5,29 +5,17 @@ Knows which script or read each method needs, and which accounts follow it. Does
 
     match ─────────── request path: one MGET, to each server of a cluster at once
     publish, ... ──── background: one script on one shard, then the accounts of owner and of all
-    expire, clear ─── background: scripts of at most `BATCH` nodes, shard by shard
-
-What a script removed is returned even if a later one fails; then accounts may be wrong until
-`reconcile`. A reply that is lost is a node of which nobody knows whether it left: then its payload
-stays behind, to be swept.
+    evict, clear, ... background: `redis_removal`, scripts of at most `BATCH` nodes, shard by shard
 """
 
 from __future__ import annotations
 
-import random
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from sglang_ext.chunk_index import keys, policy
-from sglang_ext.chunk_index.codec import (
-    decode_node,
-    decode_record,
-    encode_body,
-    encode_record,
-    identity_of,
-)
+from sglang_ext.chunk_index.codec import decode_node, decode_record, encode_body, encode_record
 from sglang_ext.chunk_index.hit_buffer import HitBuffer
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.index import (
@@ -40,14 +28,14 @@ from sglang_ext.chunk_index.index import (
     Shortage,
     Usage,
 )
-from sglang_ext.chunk_index.keys import NUM_SHARDS
 from sglang_ext.chunk_index.redis_accounts import Accounts
 from sglang_ext.chunk_index.redis_changes import SENDER_BYTES, RedisChanges
-from sglang_ext.chunk_index.redis_commands import Command, Script, call_script
-from sglang_ext.chunk_index.redis_connection import Argument, Reply
+from sglang_ext.chunk_index.redis_commands import Command, call_script
 from sglang_ext.chunk_index.redis_link import RedisLink
+from sglang_ext.chunk_index.redis_removal import BATCH, Removal
 from sglang_ext.chunk_index.redis_replies import (
     as_bytes,
+    as_float,
     as_int,
     as_list,
     as_optional_bytes,
@@ -55,16 +43,11 @@ from sglang_ext.chunk_index.redis_replies import (
     as_text,
 )
 from sglang_ext.chunk_index.redis_scan import scan_pages
-from sglang_ext.chunk_index.redis_scripts import load_scripts
-from sglang_ext.chunk_index.redis_shards import Shards, Share, by_shard
-from sglang_ext.chunk_index.redis_victims import Candidate, Queue, merge_queues, plan_victims
+from sglang_ext.chunk_index.redis_scripts import Sender, load_scripts
+from sglang_ext.chunk_index.redis_shards import Shards, Share, by_shard, sum_shares
 from sglang_ext.errors import IndexUnavailable
 
-BATCH = 64
-"""Nodes of one script call, which then runs for about a millisecond."""
-
-_SCRIPTS_AT_ONCE = 16  # of one round trip, so that others are served between
-_MAX_QUEUES = 256  # beyond it, victims come from that many queues taken at random
+_SCRIPTS_AT_ONCE = 2  # of one round trip, so that others are served between
 _MAX_ATTEMPTS = 8  # to annotate a node that others annotate at the same time
 _PUBLICATIONS = (Publication.STORED, Publication.PRESENT, Publication.ORPHAN, Publication.BUSY)
 
@@ -85,11 +68,13 @@ class RedisIndex:
         self._scripts = load_scripts()
         self._shards = Shards(link)
         self._accounts = Accounts(self._calls, self._scripts, budget_bytes)
-        self._sender = secrets.token_bytes(SENDER_BYTES)
+        self._sender = Sender(secrets.token_bytes(SENDER_BYTES))
+        self._removal = Removal(
+            self._calls, self._sender, self._scripts, self._shards, self._accounts
+        )
         self._hits = HitBuffer()
         self._mean_cost = 0.0
-        self._random = random.Random(self._sender)
-        self._changes = RedisChanges(link, self._sender)
+        self._changes = RedisChanges(link, self._sender.id)
 
     @property
     def changes(self) -> RedisChanges:
@@ -122,7 +107,7 @@ class RedisIndex:
             for start in range(0, len(touched), BATCH):
                 batch = [hits[key] for key in touched[start : start + BATCH]]
                 words = [word for hit in batch for word in (hit.key, hit.num_hits, hit.last_ms)]
-                batches.append(self._on_shard(self._scripts.touch, shard, words))
+                batches.append(self._sender.on_shard(self._scripts.touch, shard, words))
         failure: IndexUnavailable | None = None
         for start in range(0, len(batches), _SCRIPTS_AT_ONCE):
             for reply in self._calls.attempt(batches[start : start + _SCRIPTS_AT_ONCE]):
@@ -145,7 +130,9 @@ class RedisIndex:
         shard = keys.shard_of(record.key)
         name = keys.node_key(record.key)
         words = (record.key, encode_record(record), now_ms, self._mean_cost)
-        (reply,) = self._calls.run([self._on_shard(self._scripts.publish, shard, words, name)])
+        (reply,) = self._calls.run(
+            [self._sender.on_shard(self._scripts.publish, shard, words, name)]
+        )
         publication = _PUBLICATIONS[as_int(reply)]
         is_stored = publication is Publication.STORED
         if is_stored and record.compute_us > 0:
@@ -175,15 +162,17 @@ class RedisIndex:
                 return record
             words = (key, node.body, encode_body(record), int(pinned))
             script = self._scripts.annotate
-            (reply,) = self._calls.run([self._on_shard(script, keys.shard_of(key), words, name)])
+            (reply,) = self._calls.run(
+                [self._sender.on_shard(script, keys.shard_of(key), words, name)]
+            )
             if reply is None or isinstance(reply, bytes):
                 return decode_record(key, reply)
         raise IndexUnavailable("a node changed each time it was annotated")
 
     def unpin(self, key: ChunkKey) -> NodeRecord | None:
         """Let a node be evicted again; modifies its record."""
-        script = self._on_shard(self._scripts.unpin, keys.shard_of(key), (key,))
-        (reply,) = self._calls.run([script])
+        command = self._sender.on_shard(self._scripts.unpin, keys.shard_of(key), (key,))
+        (reply,) = self._calls.run([command])
         return decode_record(key, as_optional_bytes(reply))
 
     def show(self, key: ChunkKey) -> NodeView | None:
@@ -203,103 +192,29 @@ class RedisIndex:
 
     def remove(self, key: ChunkKey) -> tuple[NodeRecord, ...]:
         """Remove a node and all below it; returns the records that left."""
-        shard = keys.shard_of(key)
-        left: list[NodeRecord] = []
-        is_done = False
-        while not is_done:
-            is_done, batch = self._remove_batch(shard, [key], bool(left))
-            left += batch
-        return tuple(left)
+        return self._removal.remove(key)
 
     def victims(self, num_bytes: int, owner: str, *, is_own: bool) -> tuple[NodeRecord, ...]:
-        """Plan an eviction, children before parents; empty if impossible; changes nothing.
-
-        With very many queues it looks at some of them, taken at random: shards are alike.
-        """
-        if num_bytes <= 0:
-            return ()
-        shares = self._shards.shares()
-        losses: Mapping[str, int | None] = {owner: None}
-        if not is_own:
-            losses = _losses(_sum(shares), self._accounts.quotas(), owner)
-        places = [
-            (shard, name)
-            for shard, owners in enumerate(shares)
-            for name in owners
-            if name in losses
-        ]
-        page = _first_page(num_bytes, _total(shares), len(places))
-        if len(places) > _MAX_QUEUES:
-            some = self._random.sample(places, _MAX_QUEUES)
-            plan = self._plan(some, page * len(places) // _MAX_QUEUES, num_bytes, losses)
-            if plan:
-                return plan
-        return self._plan(places, page, num_bytes, losses)
+        """Plan an eviction, children before parents; empty if impossible; changes nothing."""
+        return self._removal.victims(num_bytes, owner, is_own=is_own)
 
     def evict(self, records: Sequence[NodeRecord]) -> tuple[NodeRecord, ...]:
         """Remove each node that is still evictable, in order; returns those that left."""
-        planned = {record.key: record for record in records}
-        batches: list[tuple[int, list[ChunkKey]]] = []
-        for shard, wanted in by_shard(planned).items():
-            for start in range(0, len(wanted), BATCH):
-                batches.append((shard, wanted[start : start + BATCH]))
-        left: list[NodeRecord] = []
-        for start in range(0, len(batches), _SCRIPTS_AT_ONCE):
-            commands = [
-                self._on_shard(
-                    self._scripts.evict,
-                    shard,
-                    [word for key in wanted for word in (key, identity_of(planned[key]))],
-                )
-                for shard, wanted in batches[start : start + _SCRIPTS_AT_ONCE]
-            ]
-            for _, batch in self._carry_out(commands, bool(left)):
-                left += batch
-        gone = {record.key: record for record in left}
-        return tuple(gone[key] for key in planned if key in gone)
+        return self._removal.evict(records)
 
     def expire(self, now_ms: int, limit: int) -> tuple[NodeRecord, ...]:
         """Remove expired nodes and all below them; returns the records that left."""
-        names = {shard: keys.expiry_key(shard) for shard in range(NUM_SHARDS)}
-        due = self._shards.having(
-            {
-                shard: Command(name, ("ZCOUNT", name, "-inf", now_ms))
-                for shard, name in names.items()
-            }
-        )
-        return self._drain(
-            due,
-            lambda shard, most: self._on_shard(self._scripts.expire, shard, (most, now_ms)),
-            limit,
-        )
+        return self._removal.expire(now_ms, limit)
 
     def invalidate(self, doc_id: str, owner: str, limit: int) -> tuple[NodeRecord, ...]:
         """Remove an owner's nodes that name a document, and all below; returns those that left."""
-        names = {shard: keys.document_key(shard, owner, doc_id) for shard in range(NUM_SHARDS)}
-        due = self._shards.having(
-            {shard: Command(name, ("EXISTS", name)) for shard, name in names.items()}
-        )
-        return self._drain(
-            due,
-            lambda shard, most: self._on_shard(
-                self._scripts.invalidate, shard, (most,), names[shard]
-            ),
-            limit,
-        )
+        return self._removal.invalidate(doc_id, owner, limit)
 
     def clear(
         self, limit: int, owner: str | None = None, model: str | None = None
     ) -> tuple[NodeRecord, ...]:
         """Remove every node, or those of an owner, of a model, of both; returns those that left."""
-        left: list[NodeRecord] = []
-        for shard, page in self._pages_to_clear(owner, model):
-            is_done = False
-            while not is_done and len(left) < limit:
-                is_done, batch = self._remove_batch(shard, page, bool(left))
-                left += batch
-            if len(left) >= limit:
-                break
-        return tuple(left)
+        return self._removal.clear(limit, owner, model)
 
     def set_quota(self, owner: str, num_bytes: int | None) -> None:
         """Change an owner's quota; modifies the accounts."""
@@ -307,7 +222,7 @@ class RedisIndex:
 
     def usage(self) -> Mapping[str, Usage]:
         """Every owner that has nodes or a quota; changes nothing."""
-        shares = _sum(self._shards.shares())
+        shares = sum_shares(self._shards.shares())
         quotas = self._accounts.quotas()
         nothing = Share(0, 0)
         usage: dict[str, Usage] = {}
@@ -345,7 +260,7 @@ class RedisIndex:
         living: dict[str, str] = {}
         heard: dict[bytes, float] = {}
         for page in scan_pages(self._calls, "ZSCAN", keys.SERVERS):
-            heard.update((as_bytes(server), float(as_bytes(at))) for server, at in as_pairs(page))
+            heard.update((as_bytes(server), as_float(at)) for server, at in as_pairs(page))
         for page in scan_pages(self._calls, "HSCAN", keys.MODELS):
             for server, model in as_pairs(page):
                 if heard.get(as_bytes(server), 0) >= now_ms - keys.SERVER_S * 1000:
@@ -360,122 +275,9 @@ class RedisIndex:
 
     def _published_bytes(self) -> dict[str, int]:
         """The bytes of every owner that has nodes."""
-        return {owner: share.num_bytes for owner, share in _sum(self._shards.shares()).items()}
-
-    def _plan(
-        self,
-        places: Sequence[tuple[int, str]],
-        page: int,
-        num_bytes: int,
-        losses: Mapping[str, int | None],
-    ) -> tuple[NodeRecord, ...]:
-        """An eviction from some queues; forgets members of them that are not there any more."""
-        absent: dict[bytes, list[ChunkKey]] = {}
-
-        def noting_absent(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-            for candidate in candidates:
-                if candidate.node is None:
-                    name = keys.queue_key(candidate.queue.shard, candidate.queue.owner)
-                    absent.setdefault(name, []).append(candidate.key)
-                yield candidate
-
-        queues = [Queue(shard, owner, page) for shard, owner in places]
-        candidates = noting_absent(merge_queues(self._calls, self._shards, queues))
-        plan = plan_victims(candidates, num_bytes, losses)
-        for name, members in absent.items():
-            self._prune(name, members)
-        return plan
-
-    def _pages_to_clear(
-        self, owner: str | None, model: str | None
-    ) -> Iterator[tuple[int, list[ChunkKey]]]:
-        """The keys to remove, page by page, each with its shard."""
-        shares = self._shards.shares()
-        models = self._shards.models() if model is not None else [{""}] * NUM_SHARDS
-        for shard in range(NUM_SHARDS):
-            if model is not None and model not in models[shard]:
-                continue
-            for name in shares[shard]:
-                if owner in (None, name):
-                    for place, page in self._shards.members(shard, name):
-                        nodes = self._shards.nodes(page)
-                        self._prune(place, [key for key, node in nodes.items() if node is None])
-                        yield (
-                            shard,
-                            [
-                                key
-                                for key, node in nodes.items()
-                                if node is not None and model in (None, node.record.model)
-                            ],
-                        )
-
-    def _prune(self, place: bytes, members: Sequence[ChunkKey]) -> None:
-        """Forget members of a queue that are not there, as after keys were deleted by hand."""
-        if members:
-            shard = keys.shard_of(members[0])
-            self._calls.run([self._on_shard(self._scripts.prune, shard, members[:BATCH], place)])
-
-    def _remove_batch(
-        self, shard: int, wanted: Sequence[ChunkKey], has_left: bool
-    ) -> tuple[bool, list[NodeRecord]]:
-        """Remove some nodes and what is below; says whether nothing of them remains."""
-        if not wanted:
-            return True, []
-        command = self._on_shard(self._scripts.remove, shard, (BATCH, *wanted))
-        outcomes = self._carry_out([command], has_left)
-        return outcomes[0] if outcomes else (True, [])
-
-    def _drain(
-        self, due: Sequence[int], step: Callable[[int, int], Command], limit: int
-    ) -> tuple[NodeRecord, ...]:
-        """Repeat a bounded removal on shards until it is done there, or `limit` nodes left."""
-        left: list[NodeRecord] = []
-        waiting = list(due)
-        while waiting and len(left) < limit:
-            now, waiting = waiting[:_SCRIPTS_AT_ONCE], waiting[_SCRIPTS_AT_ONCE:]
-            most = min(max((limit - len(left)) // len(now), 1), BATCH)
-            outcomes = self._carry_out([step(shard, most) for shard in now], bool(left))
-            for shard, (is_done, batch) in zip(now, outcomes, strict=False):
-                left += batch
-                if not is_done:
-                    waiting.append(shard)
-        return tuple(left)
-
-    def _carry_out(
-        self, commands: Sequence[Command], has_left: bool
-    ) -> list[tuple[bool, list[NodeRecord]]]:
-        """Run removals; for each whether it is done, and the records that left by it.
-
-        One that fails is done, so that nobody waits for it; it raises only if nothing left by any,
-        here or (`has_left`) before, for then nothing is lost by that.
-        """
-        outcomes: list[tuple[bool, list[NodeRecord]]] = []
-        failure: IndexUnavailable | None = None
-        try:
-            replies = self._calls.attempt(commands)
-        except IndexUnavailable as exc:
-            replies = [exc] * len(commands)
-        for reply in replies:
-            if isinstance(reply, IndexUnavailable):
-                failure = reply
-                outcomes.append((True, []))
-            else:
-                outcomes.append(_as_removal(reply))
-        removed: Counter[str] = Counter()
-        for _, records in outcomes:
-            for record in records:
-                removed[record.owner] -= record.payload_bytes
-        if removed:
-            self._accounts.settle(removed)
-        elif failure is not None and not has_left:
-            raise failure
-        return outcomes
-
-    def _on_shard(
-        self, script: Script, shard: int, words: Sequence[Argument], *names: bytes
-    ) -> Command:
-        """A call of a script of a shard; see `lua/shard.lua`."""
-        return call_script(script, (keys.totals_key(shard), *names), (self._sender, *words))
+        return {
+            owner: share.num_bytes for owner, share in sum_shares(self._shards.shares()).items()
+        }
 
 
 def _leading(
@@ -507,51 +309,3 @@ def _annotated(
         expires_ms=expires_ms,
         pinned=record.pinned or pinned,
     )
-
-
-def _losses(
-    shares: Mapping[str, Share], quotas: Mapping[str, int], winner: str
-) -> dict[str, int | None]:
-    """What each owner may lose for `winner`, None meaning all; see `ChunkIndex.victims`."""
-    losses: dict[str, int | None] = {}
-    for owner, share in shares.items():
-        quota = quotas.get(owner)
-        if owner == winner or quota is None:
-            losses[owner] = None
-        elif share.num_bytes > quota:
-            losses[owner] = share.num_bytes - quota
-    return losses
-
-
-def _sum(shares: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
-    """What each owner has in all shards."""
-    total: dict[str, Share] = {}
-    for shard in shares:
-        for owner, share in shard.items():
-            before = total.get(owner, Share(0, 0))
-            total[owner] = Share(
-                before.num_nodes + share.num_nodes, before.num_bytes + share.num_bytes
-            )
-    return total
-
-
-def _total(shares: Sequence[Mapping[str, Share]]) -> Share:
-    owners = _sum(shares).values()
-    return Share(sum(o.num_nodes for o in owners), sum(o.num_bytes for o in owners))
-
-
-def _first_page(num_bytes: int, total: Share, num_queues: int) -> int:
-    """Members to read of each queue at first, if nodes and priorities are spread evenly."""
-    num_victims = num_bytes * total.num_nodes // max(total.num_bytes, 1) + 1
-    return min(2 * num_victims // max(num_queues, 1) + 2, BATCH)
-
-
-def _as_removal(reply: Reply) -> tuple[bool, list[NodeRecord]]:
-    """What a removing script returns: whether it is done, and the records that left."""
-    is_done, *flat = as_list(reply)
-    records: list[NodeRecord] = []
-    for key, value in as_pairs(flat):
-        node = decode_node(ChunkKey(as_bytes(key)), as_bytes(value))
-        if node is not None:  # else it is damaged, and nobody can say what its payload was
-            records.append(node.record)
-    return as_int(is_done) == 1, records

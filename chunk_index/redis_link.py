@@ -20,16 +20,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Event, Lock, Thread
-from typing import TypeAlias
-
-import hiredis
 
 from sglang_ext.chunk_index.redis_breaker import Breaker, failure_of
-from sglang_ext.chunk_index.redis_commands import NUM_SLOTS, Command, slot_of
+from sglang_ext.chunk_index.redis_calls import FOREIGN, Calls
+from sglang_ext.chunk_index.redis_commands import NUM_SLOTS
 from sglang_ext.chunk_index.redis_connection import (
     Address,
     Argument,
@@ -43,6 +41,7 @@ from sglang_ext.chunk_index.redis_connection import (
     resolve,
 )
 from sglang_ext.chunk_index.redis_pool import Pool
+from sglang_ext.chunk_index.redis_topology import Server, Topology, slot_ranges
 from sglang_ext.errors import IndexUnavailable
 
 logger = logging.getLogger(__name__)
@@ -50,8 +49,6 @@ logger = logging.getLogger(__name__)
 _LOG_AGAIN_S = 60.0  # a kind of failure is logged once in this time
 _MOVED_PAUSE_S = 0.1  # least time between two questions who has which slot
 _IDLE_PAUSE_S = 60.0
-_SCAN_COUNT = 512
-FOREIGN = (OSError, ErrorReply, hiredis.HiredisError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +327,7 @@ class RedisLink:
             return Topology((self._server(address),))
         slots: list[Server | None] = [None] * NUM_SLOTS
         servers: dict[Address, Server] = {}
-        for first, last, master in slot_ranges(
-            self._ask(connection, deadline, "CLUSTER", "SLOTS")
-        ):
+        for first, last, master in slot_ranges(self._ask(connection, deadline, "CLUSTER", "SLOTS")):
             at = Address(master.host or address.host, master.port)
             server = servers.setdefault(at, self._server(at))
             slots[first : last + 1] = [server] * (last + 1 - first)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
+from sglang_ext.chunk_index.redis_calls import Calls
 from sglang_ext.chunk_index.redis_commands import Command
 from sglang_ext.chunk_index.redis_connection import Reply
-from sglang_ext.chunk_index.redis_link import Calls
 from sglang_ext.chunk_index.redis_replies import as_bytes, as_list
 
 PAGE = 512

@@ -1,15 +1,17 @@
-"""The Lua scripts, read from `lua/`.
+"""The Lua scripts, read from `lua/`, and how they are called.
 
 Knows which file opens which. Does not know what they do: each file says so at its top.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
 
-from sglang_ext.chunk_index import policy
-from sglang_ext.chunk_index.redis_commands import Script
+from sglang_ext.chunk_index import keys, policy
+from sglang_ext.chunk_index.redis_commands import Command, Script, call_script
+from sglang_ext.chunk_index.redis_connection import Argument
 
 START_AGE_US = 300_000_000
 """Mean age of victims that a shard assumes until it has seen some; five minutes. A guess that only
@@ -37,6 +39,23 @@ class Scripts:
     reserve: Script
     settle: Script
     heartbeat: Script
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Calls scripts of shards in the name of one index object.
+
+    Attributes:
+        id: 8 bytes that announcements of its changes carry.
+    """
+
+    id: bytes
+
+    def on_shard(
+        self, script: Script, shard: int, words: Sequence[Argument], *names: bytes
+    ) -> Command:
+        """A call of a script that `lua/shard.lua` opens; `names` are keys it declares besides."""
+        return call_script(script, (keys.totals_key(shard), *names), (self.id, *words))
 
 
 def load_scripts() -> Scripts:

@@ -13,9 +13,10 @@ from sglang_ext.chunk_index import keys
 from sglang_ext.chunk_index.codec import StoredNode, decode_node
 from sglang_ext.chunk_index.identity import KEY_BYTES, ChunkKey
 from sglang_ext.chunk_index.keys import NUM_SHARDS
+from sglang_ext.chunk_index.redis_calls import Calls
 from sglang_ext.chunk_index.redis_commands import Command
 from sglang_ext.chunk_index.redis_connection import Reply
-from sglang_ext.chunk_index.redis_link import Calls, RedisLink
+from sglang_ext.chunk_index.redis_link import RedisLink
 from sglang_ext.chunk_index.redis_replies import (
     as_bytes,
     as_int,
@@ -129,6 +130,18 @@ def by_shard(wanted: Iterable[ChunkKey]) -> dict[int, list[ChunkKey]]:
     for key in wanted:
         shards.setdefault(keys.shard_of(key), []).append(key)
     return shards
+
+
+def sum_shares(shares: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
+    """What each owner has in all shards."""
+    total: dict[str, Share] = {}
+    for shard in shares:
+        for owner, share in shard.items():
+            before = total.get(owner, Share(0, 0))
+            total[owner] = Share(
+                before.num_nodes + share.num_nodes, before.num_bytes + share.num_bytes
+            )
+    return total
 
 
 def as_keys(members: Iterable[Reply]) -> list[ChunkKey]:

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from threading import Event, Lock, Thread, current_thread
 
-import hiredis
-
+from sglang_ext.chunk_index.redis_calls import FOREIGN
 from sglang_ext.chunk_index.redis_connection import Connection, ErrorReply, pack
 from sglang_ext.chunk_index.redis_link import RedisLink
 from sglang_ext.errors import IndexUnavailable
@@ -72,7 +71,7 @@ class Subscription:
                 self._listen(self._open())
             except IndexUnavailable:
                 pass  # counted by the link
-            except (OSError, ErrorReply, hiredis.HiredisError) as exc:
+            except FOREIGN as exc:
                 if not self._is_closed.is_set():
                     self._link.report(exc)
             except Exception:

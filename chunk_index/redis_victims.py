@@ -14,8 +14,8 @@ from sglang_ext.chunk_index import keys
 from sglang_ext.chunk_index.codec import StoredNode
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.index import NodeRecord
+from sglang_ext.chunk_index.redis_calls import Calls
 from sglang_ext.chunk_index.redis_commands import Command
-from sglang_ext.chunk_index.redis_link import Calls
 from sglang_ext.chunk_index.redis_replies import as_bytes, as_float, as_list, as_pairs
 from sglang_ext.chunk_index.redis_shards import Shards
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event, Thread
 
+from sglang_ext.errors import IndexUnavailable, TierUnavailable
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +61,9 @@ class Upkeep:
     def _do(self, chore: Chore) -> None:
         try:
             chore.run()
-        except Exception:
-            log = logger.debug if chore.name in self._failed else logger.exception
-            log("pic error in upkeep: %s", chore.name)
+        except (IndexUnavailable, TierUnavailable) as exc:
+            if chore.name not in self._failed:
+                logger.warning("pic upkeep: %s: %s (not said again)", chore.name, exc)
             self._failed.add(chore.name)
+        except Exception:
+            logger.exception("pic error in upkeep: %s", chore.name)

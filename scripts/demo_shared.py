@@ -337,10 +337,9 @@ def make_table(rows: Iterable[Row]) -> Table:
         caption="computed: cached tokens computed again, and those not cached",
     )
     table.add_column("server")
-    for title in ("tokens", "reused", "computed", "host MiB", "shared MiB"):
-        table.add_column(title, justify="right", min_width=title.find(" ") < 0 and len(title) or 6)
-    for title in ("plain ms", "PIC ms", "ratio"):
-        table.add_column(title, justify="right")
+    sizes = ("tokens", "reused", "computed", "host\nMiB", "shared\nMiB")
+    for title in (*sizes, "plain\nms", "PIC\nms", "ratio"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.server,

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.chunk_index.cache import CacheStats
+from sglang_ext.chunk_index.redis_link import LinkStats
 from sglang_ext.chunk_index.tier import TierStats
 from sglang_ext.report import PicReport
 
@@ -64,7 +65,7 @@ SPECS: Mapping[str, MetricSpec] = {
     "phase": MetricSpec(
         "Histogram",
         "sglang_pic_phase_seconds",
-        "Time of a request's phases: lookup, misses, place, patch; own is our part of all.",
+        "Time of a request's phases: load, lookup, misses, place, patch; own is our part of all.",
         ("phase",),
         SECONDS_BUCKETS,
     ),
@@ -117,6 +118,20 @@ SPECS: Mapping[str, MetricSpec] = {
         "Segments not written to a tier since its queue was full.",
         ("tier",),
     ),
+    "index_up": MetricSpec(
+        "Gauge", "sglang_pic_shared_index_up", "1 while look-ups in the shared index are tried."
+    ),
+    "index_failures": MetricSpec(
+        "Counter",
+        "sglang_pic_shared_index_failures",
+        "Failed calls and connections of the shared index, by kind.",
+        ("kind",),
+    ),
+    "index_openings": MetricSpec(
+        "Counter",
+        "sglang_pic_shared_index_openings",
+        "Times the shared index was given up for a while after failures in a row.",
+    ),
     "entries": MetricSpec(
         "Gauge", "sglang_pic_index_entries", "Segments in a tier's index.", ("tier",)
     ),
@@ -137,6 +152,7 @@ class Metrics:
         self._collectors = collectors
         self._model_name = model_name
         self._last: CacheStats | None = None
+        self._last_link: LinkStats | None = None
 
     @classmethod
     def create(cls, scheduler: Any) -> Metrics:
@@ -185,11 +201,12 @@ class Metrics:
         self._of("left", why="declined").inc(report.declined)
         self._of("left", why="late").inc(report.late)
 
-    def observe(self, stats: CacheStats) -> None:
-        """Bring gauges and counters to the cache's totals."""
+    def observe(self, stats: CacheStats, link: LinkStats | None = None) -> None:
+        """Bring gauges and counters to the cache's totals, and to those of the way to Redis."""
         if not self._collectors:
             return
         last, self._last = self._last, stats
+        self._observe_link(link)
         self._of("held").set(stats.num_held)
         self._observe_tier(stats.arena, last.arena if last else None)
         same_tiers = last is not None and len(last.lower) == len(stats.lower)
@@ -201,6 +218,16 @@ class Metrics:
             self._of("queued", tier=name).set(lower.queued_bytes)
             grown = lower.num_unwritten - (old.num_unwritten if old else 0)
             self._of("unwritten", tier=name).inc(grown)
+
+    def _observe_link(self, link: LinkStats | None) -> None:
+        if link is None:
+            return
+        last, self._last_link = self._last_link, link
+        self._of("index_up").set(link.is_available)
+        for kind, total in link.num_failures.items():
+            grown = total - (last.num_failures.get(kind, 0) if last else 0)
+            self._of("index_failures", kind=kind).inc(grown)
+        self._of("index_openings").inc(link.num_openings - (last.num_openings if last else 0))
 
     def _observe_tier(self, stats: TierStats, last: TierStats | None) -> None:
         tier = stats.name

@@ -231,8 +231,8 @@ def _prefill_adder(original: Callable[..., Any], scheduler: Any) -> Any:
 def _on_idle(original: Callable[..., Any], scheduler: Any) -> Any:
     result = original(scheduler)
     runtime = getattr(scheduler, "pic_runtime", None)
-    if runtime is not None and scheduler.waiting_queue:
-        runtime.pause(scheduler.waiting_queue)
+    if runtime is not None:
+        runtime.idle(scheduler.waiting_queue)
     return result
 
 

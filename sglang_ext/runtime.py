@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 ROOTS_KEPT = 4096
 WAIT_S = 0.002
+OBSERVE_S = 1.0
 UNBOUNDED = 1 << 31
 TOLD_REASONS = {Reason.CHAT_TEMPLATE.value, Reason.MULTIMODAL.value, Reason.TOO_MANY_CHUNKS.value}
 """What the HTTP process may say of a request it did not cut."""
@@ -83,6 +84,7 @@ class PicRuntime:
         self.metrics = Metrics.create(scheduler)
         self.tiers = Tiers(build_cache(config.index))
         self._has_loaded = Event()
+        self._observed_s = 0.0
         self._root_of = lru_cache(maxsize=ROOTS_KEPT)(self._make_root)
         self._owner_of = lru_cache(maxsize=ROOTS_KEPT)(
             lambda namespace: owner_id(namespace, self._config.index.secret)
@@ -121,7 +123,7 @@ class PicRuntime:
 
     def _announce(self) -> None:
         self.metrics.set_active(self._off_reason)
-        self.metrics.observe(self.cache.stats())
+        self._observe()
         if self._off_reason is not None:
             logger.error("PIC is off: %s", self._off_reason)
             return
@@ -151,6 +153,7 @@ class PicRuntime:
             logger.exception("rid=%s pic fallback=%s", recv_req.rid, Reason.ERROR.value)
             task = PicTask(self._config.defaults, PicReport("unknown"), np.empty(0, np.int64))
             task.report.fall_back(Reason.ERROR, f"{type(exc).__name__}: {exc}")
+            req.extra_key = f"{req.extra_key or ''}\0pic-error:{recv_req.rid}"  # tenant unknown
         req.pic = task
         if task.options.namespace != DEFAULT_NAMESPACE:
             # Exact prefixes are as much the tenant's own as its chunks are.
@@ -257,11 +260,18 @@ class PicRuntime:
             report.bytes_loaded[lower.tier.name] = prefetch.num_bytes[index]
         return False
 
-    def pause(self, waiting: Iterable[Any]) -> None:
-        """Sleep for a moment if all there is to do is to wait for a payload."""
+    def idle(self, waiting: Iterable[Any]) -> None:
+        """Bring metrics up to date; sleep a moment if there is only a load to wait for."""
+        now_s = time.monotonic()
+        if now_s >= self._observed_s + OBSERVE_S:
+            self._observed_s = now_s
+            self._observe()
         if any(self.is_waiting(req) for req in waiting):
             self._has_loaded.wait(WAIT_S)
             self._has_loaded.clear()
+
+    def _observe(self) -> None:
+        self.metrics.observe(self.cache.stats(), self.tiers.link_stats)
 
     # Batches
 
@@ -281,7 +291,7 @@ class PicRuntime:
     def end(self, batch: Any) -> None:
         """After an extend batch ran or failed: hand the reports over, forget the batch."""
         self._pending = None
-        self.metrics.observe(self.cache.stats())
+        self._observe()
         for index, req in enumerate(batch.reqs):
             task: PicTask | None = getattr(req, "pic", None)
             if task is None or task.is_reported:
@@ -328,7 +338,7 @@ class PicRuntime:
     def flush(self) -> None:
         """Forget every chunk that this server alone keeps; what it shares stays."""
         self.cache.apply_local(lambda tier: tier.clear())
-        self.metrics.observe(self.cache.stats())
+        self._observe()
 
     def weights_changed(self) -> None:
         """Name the model anew and forget what the old one computed."""
@@ -339,7 +349,7 @@ class PicRuntime:
             self._root_of.cache_clear()
             if old_model != self._model:
                 self.tiers.retire_model(old_model)
-            self.metrics.observe(self.cache.stats())
+            self._observe()
 
 
 def now_ms() -> int:

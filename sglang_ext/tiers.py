@@ -11,9 +11,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -33,8 +35,9 @@ from sglang_ext.chunk_index.memory_index import MemoryIndex
 from sglang_ext.chunk_index.near_index import NearIndex
 from sglang_ext.chunk_index.payloads import HostStore, PayloadStore
 from sglang_ext.chunk_index.redis_index import RedisIndex
-from sglang_ext.chunk_index.redis_link import RedisConfig, RedisLink
+from sglang_ext.chunk_index.redis_link import LinkStats, RedisConfig, RedisLink
 from sglang_ext.chunk_index.redis_store import RedisStore
+from sglang_ext.chunk_index.refill import Refill
 from sglang_ext.chunk_index.tier import RemoteTier, Tier
 from sglang_ext.chunk_index.transfer_queues import WriteQueue
 from sglang_ext.chunk_index.upkeep import Chore, Upkeep
@@ -50,6 +53,8 @@ COLLECT_S = 5.0
 HEARTBEAT_S = 10.0
 MEASURE_S = 60.0
 FOLLOW_S = 1.0
+REFILL_S = 5.0
+MAX_UNTOLD = 1024
 SWEEP_S = 600.0
 ORPHAN_S = 3600.0
 """Age from which a payload without a record is taken for a dead writer's."""
@@ -79,18 +84,37 @@ class Tiers:
         self._follower = follower
         self._link = link
         self._retire = retire
+        self._untold: deque[Command] = deque(maxlen=MAX_UNTOLD)
+
+    @property
+    def link_stats(self) -> LinkStats | None:
+        """The way to Redis as it is now; None without one."""
+        return None if self._link is None else self._link.stats()
 
     def carry_out(self, command: Command) -> None:
         """Change all tiers of this server, and soon those of all others."""
         self.cache.apply(command.apply)
         if self._follower is not None:
-            self._shared_writes.submit(partial(self._post, command))
+            self._shared_writes.submit(partial(self._tell, command))
 
     def retire_model(self, model: str) -> None:
         """Forget what a model computed that this server serves no more, unless another does."""
         self.cache.apply_local(lambda tier: tier.clear(model=model))
         if self._retire is not None:
             self._shared_writes.submit(partial(self._retire, model))
+
+    def refill_if_lost(self, refill: Refill[SegmentKV]) -> None:
+        """Fill a shared index that lost its records with what this server has, in its own thread.
+
+        Raises:
+            IndexUnavailable: It cannot be asked.
+        """
+        if refill.is_due():
+            self._shared_writes.submit(lambda: refill.run(_now_ms()))
+
+    def start_upkeep(self, chores: Sequence[Chore]) -> None:
+        """Start the thread that looks after the tiers."""
+        self._upkeep = Upkeep(chores)
 
     def close(self) -> None:
         """End all threads."""
@@ -104,12 +128,31 @@ class Tiers:
     def _shared_writes(self) -> WriteQueue[SegmentKV]:
         return self.cache.lower[-1].writes
 
+    def tell_again(self) -> None:
+        """Carry out in the shared tier, and tell other servers, what could not be told before.
+
+        Raises:
+            IndexUnavailable: It cannot be told yet.
+        """
+        while self._untold:
+            command = self._untold[0]
+            command.apply(self.cache.lower[-1].tier)
+            self._post(command)
+            self._untold.popleft()
+
+    def _tell(self, command: Command) -> None:
+        try:
+            self._post(command)
+        except IndexUnavailable as exc:
+            self._untold.append(command)
+            logger.warning("pic command waits for the shared index: %s", exc)
+
     def _post(self, command: Command) -> None:
         assert self._follower is not None
-        try:
-            self._follower.post(command)
-        except IndexUnavailable as exc:
-            logger.error("pic command did not reach other servers: %s: %s", command, exc)
+        assert self._link is not None
+        if not self._link.is_available:
+            raise IndexUnavailable(self._link.stats().last_error)
+        self._follower.post(command)
 
 
 def start_tiers(config: IndexConfig, pool: KvPool, model: Callable[[], str]) -> Tiers:
@@ -146,8 +189,15 @@ def start_tiers(config: IndexConfig, pool: KvPool, model: Callable[[], str]) -> 
         lambda: cache.apply_local(Clear().apply),
         None if config.disk is None else config.disk.path / POSITION_NAME,
     )
-    chores.append(Chore("follow commands", FOLLOW_S, follower.poll))
-    return Tiers(cache, Upkeep(chores), follower, shared.link, shared.retire)
+    tiers = Tiers(cache, None, follower, shared.link, shared.retire)
+    refill = Refill(shared.link, arena, shared.tier)
+    chores += [
+        Chore("follow commands", FOLLOW_S, follower.poll),
+        Chore("tell commands", FOLLOW_S, tiers.tell_again),
+        Chore("refill shared", REFILL_S, lambda: tiers.refill_if_lost(refill)),
+    ]
+    tiers.start_upkeep(chores)
+    return tiers
 
 
 def _build_arena(config: IndexConfig) -> Arena[SegmentKV]:
@@ -217,7 +267,7 @@ def _build_shared(
     if shared.path is None:
         store = RedisStore(link, codec, key)
     else:
-        store = files = FileStore(shared.path, codec, key)
+        store = files = FileStore(shared.path, codec, key, mode=_file_mode(shared.path))
         chores.append(
             Chore(
                 "sweep shared",
@@ -241,6 +291,14 @@ def _build_shared(
             tier.clear(model=old_model)
 
     return _Shared(tier, link, chores, retire)
+
+
+def _file_mode(folder: Path) -> int:
+    """Mode of payload files: whoever may use the folder may use them as well."""
+    try:
+        return 0o600 | (folder.stat().st_mode & 0o066)
+    except OSError:
+        return 0o600
 
 
 def _is_indexed(index: ChunkIndex, record: NodeRecord) -> bool:

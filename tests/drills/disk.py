@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,17 +27,18 @@ class SmallDisk:
 
 
 @contextmanager
-def small_disk(path: Path, num_bytes: int) -> Iterator[SmallDisk]:
-    """Mount a file system in memory on a folder for a while, if this user may."""
-    words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode != 0:
-        yield SmallDisk(path, f"mounting is not permitted here: {done.stderr.strip()}")
-        return
-    try:
-        yield SmallDisk(path, None)
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
+def small_disk(num_bytes: int) -> Iterator[SmallDisk]:
+    """A file system in memory for a while, if this user may mount one; else an ordinary folder."""
+    with tempfile.TemporaryDirectory(prefix="pic-disk-") as path:
+        words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", path]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode != 0:
+            yield SmallDisk(Path(path), f"mounting is not permitted here: {done.stderr.strip()}")
+            return
+        try:
+            yield SmallDisk(Path(path), None)
+        finally:
+            subprocess.run(["umount", "--lazy", path], check=True)
 
 
 @contextmanager

@@ -69,8 +69,8 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
-    with small_disk(tmp_path_factory.mktemp("shared"), DISK_BYTES) as disk:
+def disk() -> Iterator[SmallDisk]:
+    with small_disk(DISK_BYTES) as disk:
         yield disk
 
 

@@ -49,8 +49,8 @@ def hole() -> Iterator[Hole]:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
-    with small_disk(tmp_path_factory.mktemp("disk"), DISK_BYTES) as disk:
+def disk() -> Iterator[SmallDisk]:
+    with small_disk(DISK_BYTES) as disk:
         yield disk
 
 

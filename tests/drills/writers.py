@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from sglang_ext.chunk_index.tier import RemoteTier
 from tests.drills.shelf import RawPayload, now_ms, open_shelf
 
 TIMEOUT_S = 60.0
+_ROOT = str(Path(__file__).parents[2])
 
 Stock = Sequence[tuple[NodeRecord, RawPayload]]
 
@@ -57,7 +59,11 @@ def publish_all(place: Place, stock: Stock, barrier: Barrier) -> None:
 def process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
     """A process for a while; killed at the end, if it still lives."""
     child = get_context("spawn").Process(target=target, args=arguments, daemon=True)
-    child.start()
+    sys.path.append(_ROOT)  # which the child takes over; behind all else, so it hides nothing
+    try:
+        child.start()
+    finally:
+        sys.path.remove(_ROOT)
     try:
         yield child
     finally:

@@ -18,7 +18,7 @@ from sglang_ext.chunk_index.index import NodeRecord
 from sglang_ext.chunk_index.memory_index import MemoryIndex
 from sglang_ext.chunk_index.payloads import HostStore
 from sglang_ext.errors import SelfTestFailed
-from sglang_ext.fingerprint import _sample
+from sglang_ext.fingerprint import _sample, model_fingerprint
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES, SelectionParams, token_budget
 from sglang_ext.self_test import run_self_test
 from sglang_ext.task import cut_prompt
@@ -609,7 +609,23 @@ def test_quantised_and_odd_weights_have_a_fingerprint() -> None:
         other = weight.clone()
         other[3, 2] = 0
         assert _sample(weight) != _sample(other)
+        swapped = weight.clone()
+        swapped[0, 0], swapped[6, 4] = 0, 1
+        assert _sample(swapped) != _sample(other)
     assert _sample(torch.empty(0)) == b""
+
+
+def test_a_fingerprint_does_not_depend_on_the_number_of_threads(harness: Harness) -> None:
+    runner = harness.scheduler.tp_worker.model_runner
+    num_threads = torch.get_num_threads()
+    fingerprints = set()
+    try:
+        for num in (1, 2, 3, 4):
+            torch.set_num_threads(num)
+            fingerprints.add(model_fingerprint(runner))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert len(fingerprints) == 1
 
 
 def test_many_requests_covered_by_the_exact_prefix_hold_nothing(

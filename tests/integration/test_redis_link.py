@@ -138,12 +138,12 @@ class TestPause:
     def test_calls_fail_by_their_deadline_then_no_socket_is_touched(
         self, server: RedisServer
     ) -> None:
-        with open_link(server.url, deadline_ms=50, probe_s=1.0) as link:
+        with open_link(server.url, deadline_ms=200) as link:
             get(link)
             server.pause()
             started = time.monotonic()
             assert failures_until_open(link) == 3
-            assert time.monotonic() - started < 2  # three deadlines, and a slow machine
+            assert time.monotonic() - started < 3  # three deadlines, and a slow machine
             assert link.stats().num_openings == 1
             assert link.stats().num_failures["timeout"] >= 3
             for _ in range(500):
@@ -162,10 +162,10 @@ class TestPause:
             started = time.monotonic()
             assert link.wait_available(RECOVERY_S)
             assert time.monotonic() - started < 4  # two seconds, and a slow machine
-            assert works(lambda: get(link))
+            wait_until(lambda: works(lambda: get(link)), RECOVERY_S)
 
     def test_late_replies_are_never_taken_for_others(self, server: RedisServer) -> None:
-        with open_link(server.url, deadline_ms=50, max_failures=100) as link:
+        with open_link(server.url, deadline_ms=200, max_failures=100) as link:
             server.pause()
             for i in range(5):
                 word = f"late-{i}"

@@ -11,6 +11,8 @@ import torch
 
 from sglang_ext.chunk_index.commands import CommandLog, Invalidate
 from sglang_ext.chunk_index.identity import owner_id
+from sglang_ext.chunk_index.refill import Refill
+from sglang_ext.runtime import now_ms
 from tests.corpus import Corpus, join
 from tests.harness import Harness
 from tests.redis_server import RedisServer, redis_server
@@ -234,3 +236,56 @@ def test_redis_gone_and_back_costs_hits_only(
         settle_writes(cache)
         cache.arena.clear()
         assert harness.ask(ids, params).report["bytes_loaded"]["shared"] > 0
+
+
+def test_an_index_that_lost_everything_is_filled_from_the_arenas(
+    harness: Harness, corpus: Corpus, site: Site, redis: RedisServer
+) -> None:
+    ids, params = prompt(corpus)
+    with site.server() as cache:
+        harness.ask(ids, params)
+        settle_writes(cache)
+        refill = Refill(harness.runtime.tiers._link, cache.arena, cache.lower[0].tier)
+        assert not refill.is_due()
+        redis.cli("FLUSHALL")
+        assert refill.is_due()
+        assert refill.run(now_ms()) == 3
+        assert not refill.is_due()
+    with site.server():
+        assert harness.ask(ids, params).report["bytes_loaded"]["shared"] > 0
+
+
+def test_a_server_notices_by_itself_that_the_index_lost_everything(
+    harness: Harness, corpus: Corpus, by_folder: Site, redis: RedisServer
+) -> None:
+    ids, params = prompt(corpus)
+    with by_folder.server() as cache:
+        harness.ask(ids, params)
+        settle_writes(cache)
+        wait_until(lambda: redis.cli("EXISTS", "pic1:{all}:mark").strip() == "1")
+        redis.kill()
+        redis.restart()
+        wait_until(lambda: _num_shared(cache) == 3)
+
+
+def _num_shared(cache: Any) -> int:
+    tier = cache.lower[0].tier
+    tier.refresh_totals()
+    return int(tier.totals().num_nodes)
+
+
+def test_what_was_invalidated_while_redis_was_away_is_gone_when_it_is_back(
+    harness: Harness, corpus: Corpus, by_folder: Site, redis: RedisServer
+) -> None:
+    ids, params = prompt(corpus)
+    store(harness, by_folder, ids, {**params, "pic_doc_ids": ["handbook@1"]})
+    with by_folder.server() as cache:
+        link = harness.runtime.tiers._link
+        redis.pause()
+        wait_until(lambda: not link.is_available)
+        harness.ask(corpus.chunk(5), {"pic": False, "pic_invalidate": ["handbook"]})
+        settle_writes(cache)
+        redis.resume()
+        assert link.wait_available(10)
+        wait_until(lambda: not harness.runtime.tiers._untold and _num_shared(cache) == 0)
+        assert harness.ask(ids, params).report["outcome"] == "cold"

@@ -53,9 +53,9 @@ def test_only_the_last_segment_is_short(num_tokens: int, expected: list[int]) ->
 def test_segments_are_chained_from_the_root() -> None:
     tokens = np.arange(10)
     first, second, third = segment_chunk(tokens, Span(1, 10), ROOT, 4)
-    assert first.key == child_key(ROOT, tokens[1:5])
-    assert second.key == child_key(first.key, tokens[5:9])
-    assert third.key == child_key(second.key, tokens[9:10])
+    assert first.key == child_key(ROOT, None, tokens[1:5])
+    assert second.key == child_key(ROOT, first.key, tokens[5:9])
+    assert third.key == child_key(ROOT, second.key, tokens[9:10])
     assert (first.parent, second.parent, third.parent) == (None, first.key, second.key)
     assert len({segment.key[0] for segment in (first, second, third)}) == 1
     assert [(s.local_start, s.local_end) for s in (first, second, third)] == [

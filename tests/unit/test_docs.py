@@ -33,7 +33,8 @@ DOCS = ROOT / "docs"
 PAGES = [
     *sorted(DOCS.glob("*.md")),
     *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
-    *(ROOT / folder / "README.md" for folder in ("chunk_index", "recompute", "sglang_ext")),
+    *(path for path in ROOT.glob("*/README.md") if not path.parent.is_symlink()),
+    ROOT / "chunk_index/lua/README.md",
 ]
 NO_KEYS = {"pic_cpu", "pic_gen", "pic_report"}
 """Names in our pages that begin as request keys do."""

@@ -40,9 +40,9 @@ def ids(*tokens: int) -> npt.NDArray[np.int32]:
 def test_root_and_child_keys_equal_the_pinned_vectors() -> None:
     assert ROOT.hex() == "b2dd4a0283bedf2cf5a097f1387db8c0"
     assert root_key(b"fp", "ns", b"s", "salt").hex() == "986d5c612a41c0625b89300b99479c93"
-    child = child_key(ROOT, ids(1, 2, 3))
-    assert child.hex() == "e5e526d01276981b9af6b9b3152e1d8f68"
-    assert child_key(child, ids(4)).hex() == "e5479e5568e062877c3401cbae3140c283"
+    child = child_key(ROOT, None, ids(1, 2, 3))
+    assert child.hex() == "3737f0a020f63bace99cb416ac4abe8563"
+    assert child_key(ROOT, child, ids(4)).hex() == "3767eabcbde9f0c82cdd281e7d1f464d0f"
 
 
 def test_digests_of_names_equal_the_pinned_vectors() -> None:
@@ -56,7 +56,7 @@ def test_processes_with_different_hash_seeds_agree() -> None:
     program = (
         "import numpy as np\n"
         "from sglang_ext.chunk_index.identity import child_key, root_key\n"
-        "print(child_key(root_key(b'fp', 'ns', b's'), np.arange(300)).hex())"
+        "print(child_key(root_key(b'fp', 'ns', b's'), None, np.arange(300)).hex())"
     )
     printed = [
         subprocess.run(
@@ -68,7 +68,7 @@ def test_processes_with_different_hash_seeds_agree() -> None:
         ).stdout.strip()
         for seed in ("1", "2")
     ]
-    assert printed == [child_key(ROOT, np.arange(300)).hex()] * 2
+    assert printed == [child_key(ROOT, None, np.arange(300)).hex()] * 2
 
 
 @given(root_inputs, root_inputs)
@@ -98,11 +98,11 @@ def test_a_namespace_with_a_lone_surrogate_has_a_key_of_its_own() -> None:
 
 @given(token_ids(max_len=40))
 def test_dtype_byte_order_and_strides_do_not_matter(tokens: npt.NDArray[np.int32]) -> None:
-    key = child_key(ROOT, tokens)
+    key = child_key(ROOT, None, tokens)
     assert len(key) == KEY_BYTES
-    assert child_key(ROOT, tokens.astype(np.int64)) == key
-    assert child_key(ROOT, tokens.astype(">i4")) == key
-    assert child_key(ROOT, np.repeat(tokens, 2)[::2]) == key
+    assert child_key(ROOT, None, tokens.astype(np.int64)) == key
+    assert child_key(ROOT, None, tokens.astype(">i4")) == key
+    assert child_key(ROOT, None, np.repeat(tokens, 2)[::2]) == key
 
 
 @given(token_ids(max_len=6), token_ids(max_len=6))
@@ -110,15 +110,21 @@ def test_children_are_equal_only_if_their_tokens_are(
     left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]
 ) -> None:
     same = left.tolist() == right.tolist()
-    assert (child_key(ROOT, left) == child_key(ROOT, right)) == same
+    assert (child_key(ROOT, None, left) == child_key(ROOT, None, right)) == same
 
 
 def test_the_same_tokens_below_another_parent_are_another_child() -> None:
-    assert child_key(ROOT, ids(1)) != child_key(child_key(ROOT, ids(2)), ids(1))
+    assert child_key(ROOT, None, ids(1)) != child_key(ROOT, child_key(ROOT, None, ids(2)), ids(1))
+
+
+def test_who_knows_a_key_but_not_the_root_cannot_name_what_is_below_it() -> None:
+    other = root_key(b"fp", "ns", b"another secret")
+    parent = child_key(ROOT, None, ids(1))
+    assert child_key(ROOT, parent, ids(2)) != child_key(other, parent, ids(2))
 
 
 def test_one_segment_of_two_tokens_is_not_two_segments_of_one() -> None:
-    assert child_key(ROOT, ids(1, 2)) != child_key(child_key(ROOT, ids(1)), ids(2))
+    assert child_key(ROOT, None, ids(1, 2)) != child_key(ROOT, child_key(ROOT, None, ids(1)), ids(2))
 
 
 @pytest.mark.parametrize(
@@ -134,34 +140,34 @@ def test_one_segment_of_two_tokens_is_not_two_segments_of_one() -> None:
 )
 def test_tokens_that_int32_cannot_hold_are_refused(tokens: npt.NDArray[Any]) -> None:
     with pytest.raises(ShapeError, match="token_ids"):
-        child_key(ROOT, tokens)
+        child_key(ROOT, None, tokens)
 
 
 def test_a_parent_that_is_no_digest_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError):
-        child_key(ChunkKey(b"short"), ids(1))
+        child_key(ROOT, ChunkKey(b"short"), ids(1))
 
 
 @given(st.lists(token_ids(max_len=4), min_size=1, max_size=5))
 def test_all_segments_of_a_chunk_have_the_first_byte_of_the_firsts_digest(
     segments: list[npt.NDArray[np.int32]],
 ) -> None:
-    first = key = child_key(ROOT, segments[0])
+    first = key = child_key(ROOT, None, segments[0])
     assert first[0] == first[1]
     for tokens in segments[1:]:
-        key = child_key(key, tokens)
+        key = child_key(ROOT, key, tokens)
         assert len(key) == KEY_BYTES
         assert key[0] == first[0]
 
 
 def test_chunks_spread_over_all_first_bytes() -> None:
-    spread = {child_key(ROOT, ids(i))[0] for i in range(4000)}
+    spread = {child_key(ROOT, None, ids(i))[0] for i in range(4000)}
     assert len(spread) == 256
 
 
 def test_a_key_is_made_of_its_parents_digest_alone() -> None:
     """The spread byte is no part of a name: it cannot make two names of one."""
-    key = child_key(ROOT, ids(1))
+    key = child_key(ROOT, None, ids(1))
     moved = ChunkKey(bytes([key[0] ^ 1]) + key[1:])
     assert child_key(moved, ids(2))[1:] == child_key(key, ids(2))[1:]
 

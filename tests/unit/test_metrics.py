@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang_ext.chunk_index.cache import CacheStats, TransferStats
+from sglang_ext.chunk_index.redis_link import LinkStats
 from sglang_ext.chunk_index.tier import REFUSALS, TierStats
 from sglang_ext.metrics import SPECS, Metrics
 from sglang_ext.report import Outcome, PicReport, Reason
@@ -132,6 +134,19 @@ def test_every_tier_has_its_own_counters(registry: CollectorRegistry, metrics: M
     assert value(registry, "sglang_pic_tier_ready", tier="disk") == 1
     assert value(registry, "sglang_pic_write_queue_bytes", tier="disk") == 4096
     assert value(registry, failures, tier="host", reason="damaged") is None
+
+
+def test_the_way_to_redis_has_its_own_counters(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    failing = LinkStats(True, 1, 5, 0, {"timeout": 2}, 0, "")
+    metrics.observe(stats(), failing)
+    metrics.observe(
+        stats(), replace(failing, is_available=False, num_failures={"timeout": 5}, num_openings=1)
+    )
+    assert value(registry, "sglang_pic_shared_index_up") == 0
+    assert value(registry, "sglang_pic_shared_index_failures_total", kind="timeout") == 5
+    assert value(registry, "sglang_pic_shared_index_openings_total") == 1
 
 
 def test_activity_has_a_reason(registry: CollectorRegistry, metrics: Metrics) -> None:

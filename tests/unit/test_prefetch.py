@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from threading import Barrier, Thread
 from typing import Any
@@ -383,19 +382,42 @@ def test_released_payloads_are_let_go_and_late_ones_still_land() -> None:
     assert rig.prefetch.take_landed(0) == [late]
 
 
-@pytest.fixture
-def _eager_threads() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
+class Noticing:
+    """A load that has come; lets something happen when it is first looked at."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.is_done = True
+        self._meanwhile: Callable[[], object] | None = meanwhile
+
+    @property
+    def payload(self) -> BytesPayload:
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return PAYLOAD
 
 
-@pytest.mark.usefixtures("_eager_threads")
-def test_threads_take_each_load_once_and_in_order() -> None:
-    rig = Rig(2000)
+def test_a_load_that_one_thread_is_taking_is_not_taken_by_another() -> None:
+    rig = Rig(0)
+    taken: list[Any] = []
+    other = Thread(target=lambda: taken.append(rig.prefetch.take_landed(0)))
+
+    def interrupt() -> None:
+        other.start()
+        other.join(0.05)  # it either waits for us, or is done by then
+
+    load: Any = Noticing(interrupt)
+    rig.chunks = [[(0, load)]]
     rig.begin()
-    order = list(range(2000))
+    taken.append(rig.prefetch.take_landed(0))
+    other.join()
+    assert sorted(taken, key=len) == [[], [(0, load)]]
+
+
+def test_threads_take_each_load_once_and_in_order() -> None:
+    rig = Rig(200)
+    rig.begin()
+    order = list(range(200))
     barrier = Barrier(4)
     taken: list[Loads] = []
 

@@ -74,12 +74,18 @@ class GatedStore(HostStore[BytesPayload]):
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that a test moves.
+
+    Attributes:
+        step_s: How far it moves by itself with every look at it.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.step_s = 0.0
 
     def __call__(self) -> float:
+        self.now_s += self.step_s
         return self.now_s
 
 
@@ -265,6 +271,7 @@ def test_a_failure_ends_the_load_teaches_nothing_and_leaves_room(
 ) -> None:
     (record,) = rig.keep("a")
     rig.store.error = error
+    rig.clock.step_s = 0.1
     is_told = Event()
     load = rig.loads.start(record)
     assert load is not None
@@ -402,6 +409,7 @@ def test_a_write_happens_at_the_time_it_is_carried_out(rig: Rig) -> None:
     rig.store.gate.set()
     rig.writes.close(DEADLINE_S)
     assert rig.tier.match([[named_key("a")]], now_ms=49) == ((segment("a", expires_ms=50),),)
+    assert rig.tier.stats().num_stores == 3  # the one that expired meanwhile was stored anew
 
 
 def test_closing_ends_behind_what_was_offered(rig: Rig) -> None:
