@@ -180,7 +180,7 @@ class ChunkIndex(Protocol):
         ...
 
     def cancel(self, reservation: Reservation) -> None:
-        """Give reserved bytes back; nothing happens if it is used up or ended. Modifies accounts."""
+        """Give reserved bytes back; nothing if they are used up or ended. Modifies accounts."""
         ...
 
     def publish(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class Report:
         start_black_hole_added_ms: Median start with an address that swallows everything, beyond
             one without a shared tier.
         disk: The disk tier.
+        redis_version: Of the server.
     """
 
     rows: tuple[Row, ...]
@@ -127,6 +129,7 @@ class Report:
     redis_down_first_ms: float
     start_black_hole_added_ms: float
     disk: DiskReport
+    redis_version: str
 
     @property
     def evict_added_ms(self) -> float:
@@ -176,6 +179,7 @@ class IndexBench:
             ExtError: A Redis does not start, or an index does not do what it is asked.
         """
         with redis_process() as redis:
+            version = redis.info("redis_version")
             fill_rate, bytes_per_entry = self._fill(redis)
             near_us = self._measure_near(redis.unix_url)
             self._measure_redis(redis)
@@ -194,6 +198,7 @@ class IndexBench:
             redis_down_first_ms=outage.added_first_ms,
             start_black_hole_added_ms=start_ms,
             disk=self._read_disk(),
+            redis_version=version,
         )
 
     def _fill(self, redis: RedisProcess) -> tuple[float, float]:
@@ -272,10 +277,12 @@ class IndexBench:
     def _measure_memory(self) -> None:
         """Rows of the index in this process."""
         index = MemoryIndex()
-        self._say(f"memory: publishing {self._entries.num_entries} entries")
-        for chunk in self._entries.chunks():
-            for record in chunk:
-                index.publish(record, now_ms())
+        num_entries, told_s = self._entries.num_entries, time.monotonic()
+        for number, record in enumerate(chain.from_iterable(self._entries.chunks())):
+            index.publish(record, now_ms())
+            if time.monotonic() - told_s >= PROGRESS_S:
+                self._say(f"filling memory: {number} of {num_entries} entries")
+                told_s = time.monotonic()
         self._measure_all(Subject("memory", index, self._entries))
 
     def _measure_down(self, redis: RedisProcess) -> Outage:
@@ -331,6 +338,18 @@ def linked(url: str) -> Iterator[RedisLink]:
         if not link.wait_available(READY_S):
             raise ServerFailed(f"Redis is not available: {link.stats().last_error}")
         yield link
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let the library log errors only, for what fails here fails on purpose."""
+    library = logging.getLogger("sglang_ext")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
 
 
 def make_targets(report: Report) -> list[Target]:
@@ -405,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load_before = os.getloadavg()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="bench-index-") as folder:
+        with quiet(), tempfile.TemporaryDirectory(dir=path.parent, prefix="bench-index-") as folder:
             report = IndexBench(args.scale, Path(folder), out).run()
     except ExtError as exc:
         out.print(f"bench_index failed: {exc}", markup=False)

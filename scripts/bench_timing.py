@@ -82,19 +82,27 @@ class Stopwatch:
         return Timings(tuple(self._ms), self._ended_s - self._started_s)
 
 
-def pace(rate_per_s: float, is_over: Callable[[float], bool], step: Callable[[], object]) -> None:
+def pace(
+    rate_per_s: float,
+    is_over: Callable[[float], bool],
+    step: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
     """Take a step every `1 / rate_per_s` seconds; one that is late is made up for.
 
     Args:
         rate_per_s: Steps per second.
         is_over: Asked before each step, with the seconds since the beginning.
         step: What to do.
+        clock: Seconds.
+        sleep: Waits for so many seconds.
     """
-    started_s = time.perf_counter()
+    started_s = clock()
     due_s = 0.0
-    while not is_over(elapsed_s := time.perf_counter() - started_s):
-        if due_s > elapsed_s:
-            time.sleep(due_s - elapsed_s)
+    while not is_over(passed_s := clock() - started_s):
+        if due_s > passed_s:
+            sleep(due_s - passed_s)
         step()
         due_s += 1 / rate_per_s
 

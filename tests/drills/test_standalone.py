@@ -339,8 +339,8 @@ def test_what_a_killed_writer_left_is_never_seen_and_goes(
             _kill_a_writer(place, stock)
             assert shelf.index.stats().reserved_bytes > 0
             _kill_in_the_middle(place)
-        run.until(lambda: shelf.index.stats().reserved_bytes == 0, "reserved bytes never ended")
         run.recover()
+        run.until(lambda: shelf.index.stats().reserved_bytes == 0, "reserved bytes never ended")
     orphans = {(record.key, record.checksum) for record, _ in stock}
     assert not orphans & {(record.key, record.checksum) for record in shelf.records()}
     num_swept = shelf.store.sweep(shelf.is_published, ORPHAN_S, time.time() + ORPHAN_S + 1)

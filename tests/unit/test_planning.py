@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.chunk_index.chunking import segment_chunk
-from sglang_ext.chunk_index.identity import KEY_BYTES, ChunkKey
+from sglang_ext.chunk_index.identity import DIGEST_BYTES, ChunkKey, RootKey
 from sglang_ext.chunk_index.spans import Span, count_tokens, merge_spans
 from sglang_ext.recompute.planning import (
     Chunk,
@@ -33,7 +33,7 @@ from sglang_ext.recompute.planning import (
 )
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES, SelectionParams
 
-ROOT = ChunkKey(bytes(KEY_BYTES))
+ROOT = RootKey(bytes(DIGEST_BYTES))
 
 
 def cut(texts: Sequence[str], segment_len: int = 2) -> tuple[Chunk, ...]:
