@@ -5,8 +5,7 @@ Knows leases and when a checksum is compared. Does not know other tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from threading import RLock
@@ -153,15 +152,6 @@ class Arena(Tier[PayloadT]):
         assert totals.budget_bytes is None or totals.num_bytes <= totals.budget_bytes
         assert {key for key, _ in self._verified} <= kept.keys()
 
-    @contextmanager
-    def _held(self, key: ChunkKey | None) -> Iterator[None]:
-        """Keep a parent from being evicted for its own child, if it is there."""
-        held = [record.key for record in self.index.hold([] if key is None else [key])]
-        try:
-            yield
-        finally:  # a dead parent's readers are not ours to release
-            self._remove(partial(self.index.release, held))
-
     def _keep(self, record: NodeRecord, payload: PayloadT, now_ms: int) -> Refusal | None:
         with self._change:
             self._remove(partial(self.index.expire, now_ms, BATCH))
@@ -169,8 +159,7 @@ class Arena(Tier[PayloadT]):
             is_due = view is not None and view.record.is_expired(now_ms)
             if is_due or self.index.is_dead(record.key):
                 return "busy"  # a reader may have the payload that ours would replace
-            with self._held(record.parent):
-                return super()._keep(record, payload, now_ms)
+            return super()._keep(record, payload, now_ms)
 
     def _remove(self, take: Callable[[], Sequence[NodeRecord]]) -> int:
         with self._change:

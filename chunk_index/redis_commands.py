@@ -5,12 +5,11 @@ Knows how a command is written. Does not know servers or replies.
 
 from __future__ import annotations
 
-import binascii
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_ext.chunk_index.redis_connection import Argument
+from sglang_ext.chunk_index.redis_connection import Argument, key_slot
 
 NUM_SLOTS = 16384
 
@@ -69,10 +68,5 @@ def call_script(
 
 
 def slot_of(key: bytes) -> int:
-    """A key's slot in a cluster: CRC-16/XMODEM of its hash tag, or of all of it."""
-    start = key.find(b"{")
-    if start >= 0:
-        end = key.find(b"}", start + 1)
-        if end > start + 1:
-            key = key[start + 1 : end]
-    return binascii.crc_hqx(key, 0) % NUM_SLOTS
+    """A key's slot in a cluster: of its hash tag, or of all of it."""
+    return key_slot(key)

@@ -1,7 +1,9 @@
 """Connections to Redis servers: where, with what right, bytes out and replies in.
 
-Knows URLs, sockets, TLS, and that each step ends by its deadline, a moment of `time.monotonic`.
-Does not know commands beyond the greeting, retries, or which server has which key.
+redis-py reads URLs, greets, writes and parses. Added to it: one deadline, a moment of
+`time.monotonic`, for all that a call sends and reads; several hosts in a URL; a refusal of what it
+passes over in one; its errors in Python's terms. Does not know commands, retries, or which server
+has which key.
 
 After an exception of a method the connection is of no use: what was half read is never looked at
 again. One is harmless: `TimeoutError` of `receive` for one reply, which may still come.
@@ -10,47 +12,46 @@ again. One is harmless: `TimeoutError` of `receive` for one reply, which may sti
 from __future__ import annotations
 
 import re
-import select
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
-from urllib.parse import parse_qsl, unquote
+from typing import Any, TypeAlias
+from urllib.parse import parse_qs
 
 import hiredis
+import redis.connection as redis_py
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.crc import key_slot as key_slot  # for `redis_commands`
+from redis.retry import Retry
 
 from sglang_ext.errors import ConfigError
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ErrorReply | None"
 Argument: TypeAlias = "bytes | memoryview | str | int | float"
 
-MAX_REPLY_BYTES = 256 << 20
-"""Most bytes read for one call; more is taken for a broken server."""
+MAX_LATE_READS = 16
+"""Most reads after the deadline, of `_READ_BYTES` each, if they have arrived by then."""
 
-MAX_LATE_BYTES = 1 << 20
-"""Most bytes read after the deadline, if they have arrived by then."""
-
-DEFAULT_PORT = 6379
-
-_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 _READ_BYTES = 1 << 16
-_CERT_REQS = {"required": ssl.CERT_REQUIRED, "optional": ssl.CERT_OPTIONAL, "none": ssl.CERT_NONE}
-_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_TLS_OPTIONS = frozenset(
-    ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+_TLS_OPTIONS = {
+    *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+}
+_WHO = r"((?:[^/?#]*@)?)"
+_HOST = r"(?:\[[^\]]+\]|[^\[\]@:/?#,]*)(?::0*[1-9][0-9]*)?"
+_URL = re.compile(
+    rf"(rediss?)(\+cluster)?://{_WHO}({_HOST}(?:,{_HOST})*)((?:/[0-9]*)?(?:\?[^#]*)?)"
+    rf"|unix://{_WHO}/[^?#]+(?:\?[^#]*)?"
 )
-_NOT_ENOUGH = object()
 _IN_SCRIPT = re.compile(r"^ERR Error running script .*: -([A-Z]+) ")
-
-_V = TypeVar("_V")
 
 _pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub takes one word
 
 
-class ErrorReply(Exception):
+class ErrorReply(exceptions.ResponseError):
     """What a server answers instead of a result."""
 
     @property
@@ -60,8 +61,8 @@ class ErrorReply(Exception):
         return in_script[1] if in_script else str(self).partition(" ")[0]
 
 
-class BrokenReply(hiredis.HiredisError):
-    """What a server sends is no reply, or too large for one."""
+class BrokenReply(Exception):
+    """What a server sends is no reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +117,6 @@ class Endpoint:
     is_cluster: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A resolved address: what a socket connects to."""
-
-    family: socket.AddressFamily
-    place: tuple[str, int] | tuple[str, int, int, int] | str
-    host: str
-
-
 def parse_url(url: str, password: str | None = None, ca_file: str | None = None) -> Endpoint:
     """What a URL says.
 
@@ -139,81 +131,61 @@ def parse_url(url: str, password: str | None = None, ca_file: str | None = None)
     Raises:
         ConfigError: The URL is wrong, or a certificate cannot be read; secrets are not told.
     """
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in _SCHEMES:
-        raise ConfigError(f"Redis URL: expected it to begin with {', '.join(_SCHEMES)} and ://")
-    rest, _, query = rest.partition("?")
-    credentials, at, place = ("", "", rest) if rest.startswith("/") else rest.rpartition("@")
-    user, _, secret = credentials.partition(":") if at else ("", "", "")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    path = ""
-    if scheme == "unix":
-        path, place = unquote(place), ""
-        database = options.pop("db", "0")
-    else:
-        place, _, database = place.partition("/")
-        database = options.pop("db", database or "0")
-    access = Access(
-        username=unquote(user) or None,
-        password=password if password is not None else unquote(secret) or None,
-        database=_number("database", database, 0, 1 << 20),
-        tls=_tls(options, ca_file) if scheme.startswith("rediss") else None,
-    )
-    if options:
-        raise ConfigError(f"Redis URL: the option {min(options)!r} is not known")
-    seeds = (Address(path=path),) if path else tuple(map(_address, place.split(",")))
-    is_cluster = scheme.endswith("+cluster")
-    if scheme == "unix" and not path.startswith("/"):
-        raise ConfigError("Redis URL: got no socket, expected unix:///path/of/socket")
-    if len(seeds) > 1 and not is_cluster:
+    parts = _URL.fullmatch(url)
+    if parts is None:  # what was got may hold a password, so it is not told
+        raise ConfigError("Redis URL: expected redis://[[user]:password@]host[:port][/database]")
+    kind, cluster, who, hosts, tail, _ = parts.groups("")
+    if "," in hosts and not cluster:
         raise ConfigError("Redis URL: got several hosts, expected them for a cluster only")
-    return Endpoint(seeds, access, is_cluster)
+    urls = [f"{kind}://{who}{host}{tail}" for host in hosts.split(",")] if kind else [url]
+    servers = [_read(one, _TLS_OPTIONS if kind == "rediss" else set()) for one in urls]
+    access = Access(
+        username=servers[0].get("username"),
+        password=servers[0].get("password") if password is None else password,
+        database=servers[0].get("db", 0),
+        tls=_tls(servers[0], ca_file) if kind == "rediss" else None,
+    )
+    return Endpoint(tuple(map(_address, servers)), access, is_cluster=bool(cluster))
 
 
-def resolve(address: Address) -> tuple[Target, ...]:
-    """Where to connect to; may block for as long as the resolver does.
-
-    Raises:
-        OSError: The name is not known, or the resolver does not answer.
-    """
-    if address.path:
-        return (Target(socket.AF_UNIX, address.path, ""),)
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return tuple(Target(family, place, address.host) for family, _, _, _, place in found)  # type: ignore[arg-type]
-
-
-def connect(targets: Sequence[Target], access: Access, deadline: float) -> Connection:
-    """A greeted connection to the first target that takes it.
+def connect(address: Address, access: Access, deadline: float) -> Connection:
+    """A greeted connection; a name may take as long as the system's resolver does.
 
     Raises:
-        OSError: No target could be connected to in time, or its certificate is not right.
+        OSError: It could not be made in time, the name is not known, or the certificate is wrong.
         ErrorReply: The server refuses the user, the password or the database.
     """
-    failure: OSError = ConnectionError("no address")
-    for target in targets:
-        try:
-            connection = Connection(_open_socket(target, access.tls, deadline))
-        except OSError as exc:
-            failure = exc
-            continue
-        try:
-            _greet(connection, access, deadline)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-    raise failure
+    parser = _Parser(deadline)
+    left_s = parser.left_s()
+    options: dict[str, Any] = {
+        "username": None if access.password is None else access.username,
+        "password": access.password,
+        "db": access.database,
+        "socket_connect_timeout": left_s,
+        "socket_timeout": left_s,
+        "retry": Retry(NoBackoff(), 0),
+        "parser_class": lambda **_: parser,
+        "protocol": 2,
+        "driver_info": None,  # spares two round trips, and rights to make them
+    }
+    wire: Any  # typed in parts
+    if address.path:
+        wire = redis_py.UnixDomainSocketConnection(address.path, **options)  # type: ignore[abstract]  # it has no host
+    elif access.tls is None:
+        wire = redis_py.Connection(address.host, address.port, **options)
+    else:
+        wire = _TlsConnection(access.tls, host=address.host, port=address.port, **options)
+    with _translated():
+        wire.connect()
+    return Connection(wire, parser)
 
 
 class Connection:
     """One open connection, used by one thread at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH)
-        self._buffer = bytearray(_READ_BYTES)
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+    def __init__(self, wire: redis_py.AbstractConnection, parser: _Parser) -> None:
+        self._wire = wire
+        self._parser = parser
 
     def send(self, packed: bytes, deadline: float) -> None:
         """Send packed commands.
@@ -221,11 +193,10 @@ class Connection:
         Raises:
             OSError: Not all was sent in time, or the connection is broken.
         """
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(left_s)
-        self._sock.sendall(packed)
+        self._parser.limit(deadline)
+        self._parser.limit_sending()
+        with _translated():
+            self._wire.send_packed_command([packed], check_health=False)
 
     def receive(self, num_replies: int, deadline: float) -> list[Reply]:
         """The next replies, error replies among them.
@@ -234,61 +205,37 @@ class Connection:
 
         Raises:
             OSError: They did not all come in time, or the connection is broken.
-            BrokenReply: They are no replies of Redis, or too large.
+            BrokenReply: They are no replies of Redis.
         """
-        replies: list[Reply] = []
-        num_bytes = num_late_bytes = 0
-        while True:
-            self._take(replies, num_replies)
-            if len(replies) == num_replies:
-                return replies
-            left_s = deadline - time.monotonic()
-            if num_late_bytes > MAX_LATE_BYTES:
-                raise TimeoutError("timed out")
-            size = self._read(max(left_s, 0))
-            num_bytes += size
-            num_late_bytes += size if left_s <= 0 else 0
-            if num_bytes > MAX_REPLY_BYTES:
-                raise BrokenReply(f"more than {MAX_REPLY_BYTES} bytes of replies")
+        self._parser.limit(deadline)
+        with _translated():
+            return [self._next() for _ in range(num_replies)]
 
     def is_stale(self) -> bool:
         """Whether the server closed it, or sent what nobody asked for. Changes nothing.
 
         TLS has messages of its own between replies, so there it is not told.
         """
-        return not isinstance(self._sock, ssl.SSLSocket) and bool(self._poll.poll(0))
+        if isinstance(self._wire, redis_py.SSLConnection):
+            return False
+        try:
+            return self._wire.can_read()
+        except exceptions.ConnectionError:
+            return True
 
     def interrupt(self) -> None:
         """End what another thread waits for on this connection."""
-        with suppress(OSError):
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own is for its own thread
+        self._parser.interrupt()
 
     def close(self) -> None:
         """Close it; more than once is no error."""
-        self._sock.close()
+        self._wire.disconnect()
 
-    def _take(self, replies: list[Reply], num_replies: int) -> None:
-        """Move replies that have arrived to `replies`, until there are enough."""
+    def _next(self) -> Reply:
         try:
-            while len(replies) < num_replies:
-                reply = self._reader.gets()
-                if reply is _NOT_ENOUGH:
-                    return
-                replies.append(reply)
-        except (hiredis.HiredisError, MemoryError) as exc:
-            raise BrokenReply(str(exc)) from exc
-
-    def _read(self, timeout_s: float) -> int:
-        """Feed the reader with what comes next; returns how many bytes."""
-        self._sock.settimeout(timeout_s)
-        try:
-            size = self._sock.recv_into(self._buffer)
-        except (BlockingIOError, ssl.SSLWantReadError) as exc:  # nothing has arrived
-            raise TimeoutError("timed out") from exc
-        if size == 0:
-            raise ConnectionResetError("closed by the server")
-        self._reader.feed(self._buffer, 0, size)  # type: ignore[arg-type]
-        return size
+            return self._wire.read_response(disable_decoding=True, disconnect_on_error=False)  # type: ignore[no-any-return]
+        except ErrorReply as exc:
+            return exc.with_traceback(None)
 
 
 def pack(commands: Sequence[Sequence[Argument]]) -> bytes:
@@ -296,74 +243,118 @@ def pack(commands: Sequence[Sequence[Argument]]) -> bytes:
     return b"".join([_pack(tuple(command)) for command in commands])
 
 
-def _greet(connection: Connection, access: Access, deadline: float) -> None:
-    greeting: list[tuple[Argument, ...]] = []
-    if access.password is not None:
-        user = () if access.username is None else (access.username,)
-        greeting.append(("AUTH", *user, access.password))
-    if access.database:
-        greeting.append(("SELECT", access.database))
-    if not greeting:
-        return
-    connection.send(pack(greeting), deadline)
-    for reply in connection.receive(len(greeting), deadline):
-        if isinstance(reply, ErrorReply):
-            raise reply
+class _Parser(redis_py.DefaultParser):  # type: ignore[misc, valid-type]  # hiredis' or Python's
+    """redis-py's parser, which waits no longer than a call may, however slowly bytes arrive.
+
+    redis-py's own timeout is for each read. Error replies keep their code.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__(_READ_BYTES)
+        self._sock: socket.socket | None = None
+        self.limit(deadline)
+
+    def left_s(self) -> float:
+        """Seconds until the deadline; raises `TimeoutError` if it has passed."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        return left_s
+
+    def limit(self, deadline: float) -> None:
+        """End what is sent and read from now on by a deadline."""
+        self._deadline = deadline
+        self._num_late_reads = 0
+
+    def limit_sending(self) -> None:
+        """Hold the socket to the deadline, which it need not be to read.
+
+        Raises:
+            OSError: The deadline has passed, or the connection is closed.
+        """
+        if self._sock is None:  # redis-py would open another one
+            raise ConnectionResetError("the connection is closed")
+        self._sock.settimeout(self.left_s())
+
+    def interrupt(self) -> None:
+        """End what another thread waits for."""
+        sock = self._sock
+        if sock is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's is for its own thread
+
+    def read_from_socket(self, *_: object, **__: object) -> bool:
+        """Read once, by the deadline; later only what has arrived, and not for ever."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            self._num_late_reads += 1
+            if self._num_late_reads > MAX_LATE_READS:
+                raise exceptions.TimeoutError("timed out")
+        return bool(super().read_from_socket(timeout=max(left_s, 0)))
+
+    @classmethod
+    def parse_error(cls, response: str) -> ErrorReply:
+        """An error reply as it came."""
+        return ErrorReply(response)
 
 
-def _open_socket(target: Target, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("timed out")
-    sock = socket.socket(target.family, socket.SOCK_STREAM)
+class _TlsConnection(redis_py.SSLConnection):
+    """Checks certificates by one context, which trusts what it was given and nothing else."""
+
+    def __init__(self, context: ssl.SSLContext, **options: Any) -> None:
+        super().__init__(**options)
+        self._context = context
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        return self._context.wrap_socket(sock, server_hostname=self.host)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn redis-py's errors into Python's: the one it hides, if there is one."""
     try:
-        sock.settimeout(left_s)
-        sock.connect(target.place)
-        if target.family is not socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return sock if tls is None else tls.wrap_socket(sock, server_hostname=target.host)
-    except BaseException:
-        sock.close()
-        raise
+        yield
+    except exceptions.TimeoutError as exc:
+        raise TimeoutError("timed out") from exc
+    except exceptions.ConnectionError as exc:
+        hidden = exc.__context__
+        raise hidden if isinstance(hidden, OSError) else ConnectionResetError(str(exc)) from exc
+    except (exceptions.InvalidResponse, MemoryError) as exc:
+        raise BrokenReply(str(exc)) from exc
 
 
-def _address(text: str) -> Address:
-    """`host`, `host:port`, `[v6]`, `[v6]:port`, or nothing for this host."""
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":")
-    else:
-        host, _, port = text.partition(":")
-    number = _number("port", port, 1, 65535) if port else DEFAULT_PORT
-    return Address(host=unquote(host) or "localhost", port=number)
-
-
-def _number(name: str, text: str, least: int, most: int) -> int:
-    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
-        # What was got may be a password in the wrong place, so it is not told.
-        raise ConfigError(f"Redis URL: expected the {name} to be a number, {least} to {most}")
-    return int(text)
-
-
-def _tls(options: dict[str, str], ca_file: str | None) -> ssl.SSLContext:
-    """How the options say certificates are checked; takes those options out."""
-    given = {name: options.pop(name) for name in _TLS_OPTIONS & options.keys()}
-    verify = _one_of(given, "ssl_cert_reqs", "required", _CERT_REQS)
-    checks_host = _one_of(given, "ssl_check_hostname", "true", _TRUTH)
+def _read(url: str, known: set[str]) -> dict[str, Any]:
+    """What redis-py reads in the URL of one server; of the options it takes only those we know."""
+    unknown = parse_qs(url.partition("?")[2], keep_blank_values=True).keys() - known - {"db"}
+    if unknown:
+        raise ConfigError(f"Redis URL: the option {min(unknown)!r} is not known")
     try:
-        context = ssl.create_default_context(cafile=ca_file or given.get("ssl_ca_certs"))
-        context.check_hostname = checks_host and verify is ssl.CERT_REQUIRED
-        context.verify_mode = verify
-        if "ssl_certfile" in given:
-            context.load_cert_chain(given["ssl_certfile"], given.get("ssl_keyfile"))
+        options: dict[str, Any] = redis_py.parse_url(url)
+    except ValueError:  # it tells what it got
+        options = {"db": -1}
+    if options.get("db", 0) < 0:
+        raise ConfigError("Redis URL: expected port and database to be numbers, password quoted")
+    return options
+
+
+def _address(options: Mapping[str, Any]) -> Address:
+    if "path" in options:
+        return Address(path=options["path"])
+    return Address(options.get("host", "localhost"), options.get("port", 6379))
+
+
+def _tls(options: Mapping[str, Any], ca_file: str | None) -> ssl.SSLContext:
+    """How the options say certificates are checked."""
+    try:
+        given = {name: options[name] for name in _TLS_OPTIONS & options.keys()}
+        said = redis_py.SSLConnection(**given)
+        context = ssl.create_default_context(cafile=ca_file or said.ca_certs)
+        context.check_hostname = bool(said.check_hostname)
+        context.verify_mode = said.cert_reqs
+        if said.certfile:
+            context.load_cert_chain(said.certfile, said.keyfile)
+    except exceptions.RedisError as exc:
+        raise ConfigError(f"Redis URL: {exc}") from exc
     except OSError as exc:
         raise ConfigError(f"Redis TLS: a certificate or key cannot be read: {exc}") from exc
     return context
-
-
-def _one_of(given: Mapping[str, str], name: str, default: str, known: Mapping[str, _V]) -> _V:
-    text = given.get(name, default).lower()
-    if text not in known:
-        raise ConfigError(f"Redis URL: got {name}={text!r}, expected one of {', '.join(known)}")
-    return known[text]

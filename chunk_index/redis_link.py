@@ -34,11 +34,9 @@ from sglang_ext.chunk_index.redis_connection import (
     Connection,
     ErrorReply,
     Reply,
-    Target,
     connect,
     pack,
     parse_url,
-    resolve,
 )
 from sglang_ext.chunk_index.redis_pool import Pool
 from sglang_ext.chunk_index.redis_topology import Server, Topology, slot_ranges
@@ -122,7 +120,6 @@ class RedisLink:
             config.background_deadline_ms,
         )
         self._topology = Topology()
-        self._targets: dict[Address, tuple[Target, ...]] = {}
         self._lock = Lock()
         self._failures: Counter[str] = Counter()
         self._logged_s: dict[str, float] = {}
@@ -309,7 +306,6 @@ class RedisLink:
         failure: BaseException | None = None
         for address in dict.fromkeys((*known, *self._endpoint.seeds)):
             try:
-                self._targets[address] = resolve(address)
                 connection = self._connect(address, deadline)
                 try:
                     return self._topology_by(connection, address, deadline)
@@ -375,6 +371,4 @@ class RedisLink:
         self.wake()
 
     def _connect(self, address: Address, deadline: float) -> Connection:
-        if address not in self._targets:
-            self._targets[address] = resolve(address)
-        return connect(self._targets[address], self._endpoint.access, deadline)
+        return connect(address, self._endpoint.access, deadline)

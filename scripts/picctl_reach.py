@@ -13,23 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import hiredis
-
 from sglang_ext.chunk_index.redis_connection import (
     Access,
     Address,
     Argument,
+    BrokenReply,
     Connection,
     Endpoint,
     ErrorReply,
     Reply,
-    Target,
     connect,
     pack,
-    resolve,
 )
 
-BROKEN = (OSError, hiredis.HiredisError)
+BROKEN = (OSError, BrokenReply)
 """What a connection that is of no use any more raises."""
 
 
@@ -98,7 +95,7 @@ def open_session(
         return None, Finding(Level.ERROR, what, f"{address}: the name is not known ({exc})", hint)
     deadline = time.monotonic() + timeout_s
     try:
-        session = Session(address, connect(targets, endpoint.access, deadline), timeout_s)
+        session = Session(address, connect(address, endpoint.access, deadline), timeout_s)
     except (*BROKEN, ErrorReply) as exc:
         return None, explain(address, endpoint.access, targets, exc, timeout_s)
     try:
@@ -111,10 +108,22 @@ def open_session(
     return session, Finding(Level.OK, what, f"{address} answers")
 
 
+def resolve(address: Address) -> list[Address]:
+    """The numbers of a name; none of a unix socket.
+
+    Raises:
+        OSError: The name is not known, or the resolver does not answer.
+    """
+    if address.path:
+        return []
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return [Address(str(place[0]), int(place[1])) for *_, place in found]
+
+
 def explain(
     address: Address,
     access: Access,
-    targets: Sequence[Target],
+    targets: Sequence[Address],
     exc: BaseException,
     timeout_s: float,
 ) -> Finding:
@@ -122,7 +131,7 @@ def explain(
     if isinstance(exc, ErrorReply):
         return _explain_reply(address, exc)
     was_cut = isinstance(exc, (ssl.SSLEOFError, ConnectionResetError))
-    if access.tls is not None and was_cut and speaks_tls(targets, timeout_s):
+    if access.tls is not None and was_cut and speaks_tls(address.host, targets, timeout_s):
         return _client_finding(address, str(exc))
     if isinstance(exc, ssl.SSLError):
         return _explain_tls(address, exc)
@@ -136,7 +145,7 @@ def explain(
     if isinstance(exc, PermissionError):
         hint = "give this user access to the socket (`unixsocketperm`)"
         return Finding(Level.ERROR, what, f"{where}: no permission", hint)
-    if access.tls is None and not address.path and speaks_tls(targets, timeout_s):
+    if access.tls is None and not address.path and speaks_tls(address.host, targets, timeout_s):
         message = f"{where} takes only TLS, but --index is redis://"
         return Finding(Level.ERROR, "tls", message, "use rediss:// with ?ssl_ca_certs=FILE")
     if access.tls is not None and speaks_plain(targets, timeout_s):
@@ -148,38 +157,40 @@ def explain(
     return Finding(Level.ERROR, what, f"{where}: {exc}", hint)
 
 
-def speaks_tls(targets: Sequence[Target], timeout_s: float) -> bool:
-    """Whether a server answers a TLS greeting; its certificate does not matter."""
+def speaks_tls(name: str, targets: Sequence[Address], timeout_s: float) -> bool:
+    """Whether a server of that name answers a TLS greeting; its certificate does not matter."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     for target in targets:
-        with socket.socket(target.family, socket.SOCK_STREAM) as sock:
-            try:
-                sock.settimeout(timeout_s)
-                sock.connect(target.place)
-                with context.wrap_socket(sock, server_hostname=target.host):
-                    return True
-            except OSError:
-                continue
+        try:
+            with (
+                socket.create_connection((target.host, target.port), timeout_s) as sock,
+                context.wrap_socket(sock, server_hostname=name),
+            ):
+                return True
+        except OSError:
+            continue
     return False
 
 
-def speaks_plain(targets: Sequence[Target], timeout_s: float) -> bool:
+def speaks_plain(targets: Sequence[Address], timeout_s: float) -> bool:
     """Whether a server answers without TLS, be it with a refusal."""
     deadline = time.monotonic() + timeout_s
-    try:
-        connection = connect(targets, Access(), deadline)
-    except (*BROKEN, ErrorReply):
-        return False
-    try:
-        connection.send(pack([("PING",)]), deadline)
-        connection.receive(1, deadline)
-        return True
-    except BROKEN:
-        return False
-    finally:
-        connection.close()
+    for target in targets:
+        try:
+            connection = connect(target, Access(), deadline)
+        except BROKEN:
+            continue
+        try:
+            connection.send(pack([("PING",)]), deadline)
+            connection.receive(1, deadline)
+            return True
+        except BROKEN:
+            return False
+        finally:
+            connection.close()
+    return False
 
 
 def permission_finding(command: str, exc: ErrorReply) -> Finding:

@@ -158,7 +158,8 @@ class PicExecutor:
         if job.num_tokens < len(task.token_ids):
             raise PlanInfeasible("chunked", f"{job.num_tokens} of {len(task.token_ids)} tokens")
         report = task.report
-        loaded = {} if task.prefetch is None else task.prefetch.payloads
+        prefetch, task.prefetch = task.prefetch, None  # its memory goes with this pass
+        loaded = {} if prefetch is None else prefetch.payloads
         with _timed(report, "lookup"):
             lease = self._cache.acquire(task.paths, self._now_ms())
         with lease:

@@ -18,7 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_ext.scripts.server import load_encoder
-from sglang_ext.scripts.workload import cut_passages, make_prompts, python_topics, spread_sizes
+from sglang_ext.scripts.workload import (
+    Prompt,
+    cut_passages,
+    make_prompts,
+    python_topics,
+    spread_sizes,
+)
 from tests.drills.drill import (
     DELIMITER,
     VOCAB_SIZE,
@@ -34,6 +40,7 @@ PASSAGE_TOKENS = (60, 110)
 NUM_PASSAGES = 20
 PROMPT_PASSAGES = (3, 6)
 NUM_CASES = 11
+QUOTED_WORDS = 12
 SEED = 11
 ROWS = pytest.StashKey[list[Row]]()
 
@@ -84,12 +91,22 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def texts(model_path: str) -> list[str]:
-    """Prompts of real prose: system text, passages in changing orders, a question."""
+    """Prompts of real prose: system text, passages in changing orders, a question about one."""
     encode = load_encoder(model_path)
     cut = cut_passages(python_topics(), lambda text: len(encode(text)), *PASSAGE_TOKENS)
     sizes = spread_sizes(NUM_CASES, *PROMPT_PASSAGES, seed=SEED)
     prompts = make_prompts(list(islice(cut, NUM_PASSAGES)), sizes, seed=SEED)
-    return [DELIMITER.join(prompt.chunks) for prompt in prompts]
+    return [
+        DELIMITER.join((*prompt.chunks[:-1], _question(prompt, number)))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _question(prompt: Prompt, number: int) -> str:
+    """Asks for one passage's next word, which only that passage's KV can tell."""
+    words = prompt.passages[number % len(prompt.passages)].text.split()
+    quote = " ".join(words[len(words) // 2 - QUOTED_WORDS : len(words) // 2])
+    return f"Question: How does the passage go on that says this?\nAnswer: {quote}"
 
 
 @pytest.fixture(scope="session")
@@ -133,6 +150,7 @@ def start_run(cases: list[Case], rows: list[Row]) -> StartRun:
             rows.append(run.row)
         assert run.row.lost == 0, run.errors
         assert run.row.wrong == 0
+        assert run.is_prompt(), run.row
         assert served.is_unharmed(), served.complaints()
 
     return start

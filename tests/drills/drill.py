@@ -39,12 +39,15 @@ from sglang_ext.scripts.server import Client, serve
 VOCAB_SIZE = 49152
 DELIMITER = "<|chunk|>"
 OPTIONS = (
-    *("--enable-pic", "--pic-delimiter", DELIMITER, "--pic-strategy", "daric", "--pic-n-avg", "8"),
+    *("--enable-pic", "--pic-delimiter", DELIMITER, "--pic-strategy", "daric", "--pic-n-avg", "16"),
     *("--enable-metrics", "--max-total-tokens", "8192", "--max-running-requests", "4"),
 )
 """Of every server of the drills; few tokens are computed again, so that wrong KV would show."""
 
 MAX_KL = 0.02
+MAX_WAIT_MS = 2000.0
+"""Most that a fault may make a request wait; noise may add twice the slowest calm request."""
+
 NUM_THREADS = 3
 FRESH_EVERY = 4
 NUM_AFTER = 6
@@ -379,6 +382,11 @@ class Run:
     def row(self) -> Row:
         """What came of it so far."""
         return judge(self.name, self.outcomes, self.served.calm_ms, self._recovered_s)
+
+    def is_prompt(self) -> bool:
+        """Whether no request waited for longer than noise explains."""
+        noise_ms = 2 * max(self.served.calm_ms.values(), default=0.0)
+        return self.row.max_wait_ms <= MAX_WAIT_MS + noise_ms
 
     @property
     def errors(self) -> list[str]:
