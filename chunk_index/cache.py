@@ -337,6 +337,12 @@ class ChunkCache(Generic[PayloadT]):
         for tier in self.lower:
             tier.writes.submit(partial(self._measure, tier, samples))
 
+    def measure_unused(self, samples: Samples[PayloadT]) -> None:
+        """As `measure`, but only tiers that are not used yet."""
+        for tier in self.lower:
+            if not tier.is_ready:
+                tier.writes.submit(partial(self._measure_unused, tier, samples))
+
     def apply(self, change: Change[PayloadT]) -> None:
         """Carry out a change in every tier: in the arena now, elsewhere soon.
 
@@ -499,6 +505,10 @@ class ChunkCache(Generic[PayloadT]):
         with self._landing:
             self._epoch = object()
             change(self.arena)
+
+    def _measure_unused(self, tier: LowerTier[PayloadT], samples: Samples[PayloadT]) -> None:
+        if not tier.is_ready:  # an attempt that was made meanwhile is enough
+            self._measure(tier, samples)
 
     def _measure(self, tier: LowerTier[PayloadT], samples: Samples[PayloadT]) -> None:
         was_ready = tier.is_ready

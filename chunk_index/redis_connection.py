@@ -33,13 +33,16 @@ from sglang_ext.errors import ConfigError
 Reply: TypeAlias = "bytes | int | list[Reply] | ErrorReply | None"
 Argument: TypeAlias = "bytes | memoryview | str | int | float"
 
-MAX_LATE_READS = 16
-"""Most reads after the deadline, of `_READ_BYTES` each, if they have arrived by then."""
+MAX_REPLY_BYTES = 256 << 20
+"""Most bytes read for one call; more is taken for a broken server."""
+
+MAX_LATE_BYTES = 1 << 20
+"""Most bytes read after the deadline, if they have arrived by then."""
 
 _READ_BYTES = 1 << 16
-_TLS_OPTIONS = {
-    *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
-}
+_TLS_OPTIONS = frozenset(
+    ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+)
 _WHO = r"((?:[^/?#]*@)?)"
 _HOST = r"(?:\[[^\]]+\]|[^\[\]@:/?#,]*)(?::0*[1-9][0-9]*)?"
 _URL = re.compile(
@@ -62,7 +65,7 @@ class ErrorReply(exceptions.ResponseError):
 
 
 class BrokenReply(Exception):
-    """What a server sends is no reply."""
+    """What a server sends is no reply, or too large for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ def parse_url(url: str, password: str | None = None, ca_file: str | None = None)
     if "," in hosts and not cluster:
         raise ConfigError("Redis URL: got several hosts, expected them for a cluster only")
     urls = [f"{kind}://{who}{host}{tail}" for host in hosts.split(",")] if kind else [url]
-    servers = [_read(one, _TLS_OPTIONS if kind == "rediss" else set()) for one in urls]
+    servers = [_read(one, _TLS_OPTIONS if kind == "rediss" else frozenset()) for one in urls]
     access = Access(
         username=servers[0].get("username"),
         password=servers[0].get("password") if password is None else password,
@@ -155,8 +158,7 @@ def connect(address: Address, access: Access, deadline: float) -> Connection:
         OSError: It could not be made in time, the name is not known, or the certificate is wrong.
         ErrorReply: The server refuses the user, the password or the database.
     """
-    parser = _Parser(deadline)
-    left_s = parser.left_s()
+    parser, left_s = _Parser(deadline), _left_s(deadline)
     options: dict[str, Any] = {
         "username": None if access.password is None else access.username,
         "password": access.password,
@@ -177,15 +179,18 @@ def connect(address: Address, access: Access, deadline: float) -> Connection:
         wire = _TlsConnection(access.tls, host=address.host, port=address.port, **options)
     with _translated():
         wire.connect()
-    return Connection(wire, parser)
+    return Connection(wire, parser, parser.sock)
 
 
 class Connection:
     """One open connection, used by one thread at a time."""
 
-    def __init__(self, wire: redis_py.AbstractConnection, parser: _Parser) -> None:
+    def __init__(
+        self, wire: redis_py.AbstractConnection, parser: _Parser, sock: socket.socket
+    ) -> None:
         self._wire = wire
         self._parser = parser
+        self._sock = sock
 
     def send(self, packed: bytes, deadline: float) -> None:
         """Send packed commands.
@@ -193,8 +198,7 @@ class Connection:
         Raises:
             OSError: Not all was sent in time, or the connection is broken.
         """
-        self._parser.limit(deadline)
-        self._parser.limit_sending()
+        self._sock.settimeout(_left_s(deadline))  # fails once closed; redis-py would reopen
         with _translated():
             self._wire.send_packed_command([packed], check_health=False)
 
@@ -205,7 +209,7 @@ class Connection:
 
         Raises:
             OSError: They did not all come in time, or the connection is broken.
-            BrokenReply: They are no replies of Redis.
+            BrokenReply: They are no replies of Redis, or too large.
         """
         self._parser.limit(deadline)
         with _translated():
@@ -225,7 +229,8 @@ class Connection:
 
     def interrupt(self) -> None:
         """End what another thread waits for on this connection."""
-        self._parser.interrupt()
+        with suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own is for its own thread
 
     def close(self) -> None:
         """Close it; more than once is no error."""
@@ -251,46 +256,32 @@ class _Parser(redis_py.DefaultParser):  # type: ignore[misc, valid-type]  # hire
 
     def __init__(self, deadline: float) -> None:
         super().__init__(_READ_BYTES)
-        self._sock: socket.socket | None = None
         self.limit(deadline)
 
-    def left_s(self) -> float:
-        """Seconds until the deadline; raises `TimeoutError` if it has passed."""
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        return left_s
+    @property
+    def sock(self) -> socket.socket:
+        """Of the open connection."""
+        assert isinstance(self._sock, socket.socket), "it is connected"
+        return self._sock
 
     def limit(self, deadline: float) -> None:
-        """End what is sent and read from now on by a deadline."""
+        """End what is read from now on by a deadline."""
         self._deadline = deadline
-        self._num_late_reads = 0
-
-    def limit_sending(self) -> None:
-        """Hold the socket to the deadline, which it need not be to read.
-
-        Raises:
-            OSError: The deadline has passed, or the connection is closed.
-        """
-        if self._sock is None:  # redis-py would open another one
-            raise ConnectionResetError("the connection is closed")
-        self._sock.settimeout(self.left_s())
-
-    def interrupt(self) -> None:
-        """End what another thread waits for."""
-        sock = self._sock
-        if sock is not None:
-            with suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's is for its own thread
+        self._num_bytes = self._num_late_bytes = 0
 
     def read_from_socket(self, *_: object, **__: object) -> bool:
-        """Read once, by the deadline; later only what has arrived, and not for ever."""
+        """Read once, by the deadline; after it only what has arrived, and not for ever."""
         left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            self._num_late_reads += 1
-            if self._num_late_reads > MAX_LATE_READS:
-                raise exceptions.TimeoutError("timed out")
-        return bool(super().read_from_socket(timeout=max(left_s, 0)))
+        if self._num_late_bytes > MAX_LATE_BYTES:
+            raise exceptions.TimeoutError("timed out")
+        if self._num_bytes > MAX_REPLY_BYTES:
+            raise exceptions.InvalidResponse(f"more than {MAX_REPLY_BYTES} bytes of replies")
+        num_before = self._reader.len() if self._reader else 0
+        super().read_from_socket(timeout=max(left_s, 0))
+        size = self._reader.len() - num_before
+        self._num_bytes += size
+        self._num_late_bytes += size if left_s <= 0 else 0
+        return True
 
     @classmethod
     def parse_error(cls, response: str) -> ErrorReply:
@@ -309,6 +300,14 @@ class _TlsConnection(redis_py.SSLConnection):
         return self._context.wrap_socket(sock, server_hostname=self.host)
 
 
+def _left_s(deadline: float) -> float:
+    """Seconds until a deadline; raises `TimeoutError` if it has passed."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s
+
+
 @contextmanager
 def _translated() -> Iterator[None]:
     """Turn redis-py's errors into Python's: the one it hides, if there is one."""
@@ -323,18 +322,16 @@ def _translated() -> Iterator[None]:
         raise BrokenReply(str(exc)) from exc
 
 
-def _read(url: str, known: set[str]) -> dict[str, Any]:
+def _read(url: str, known: frozenset[str]) -> dict[str, Any]:
     """What redis-py reads in the URL of one server; of the options it takes only those we know."""
     unknown = parse_qs(url.partition("?")[2], keep_blank_values=True).keys() - known - {"db"}
     if unknown:
         raise ConfigError(f"Redis URL: the option {min(unknown)!r} is not known")
-    try:
+    with suppress(ValueError):  # whose words tell what was got
         options: dict[str, Any] = redis_py.parse_url(url)
-    except ValueError:  # it tells what it got
-        options = {"db": -1}
-    if options.get("db", 0) < 0:
-        raise ConfigError("Redis URL: expected port and database to be numbers, password quoted")
-    return options
+        if options.get("db", 0) >= 0:
+            return options
+    raise ConfigError("Redis URL: expected port and database to be numbers, password quoted")
 
 
 def _address(options: Mapping[str, Any]) -> Address:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from sglang_ext.chunk_index import keys, policy
 from sglang_ext.chunk_index.codec import decode_node, decode_record, encode_body, encode_record
-from sglang_ext.chunk_index.hit_buffer import HitBuffer
+from sglang_ext.chunk_index.hit_buffer import HitBuffer, Hits
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.index import (
     MAX_DOC_IDS,
@@ -101,16 +102,10 @@ class RedisIndex:
         Raises:
             IndexUnavailable: Some could not be written; they are lost.
         """
-        hits = {hit.key: hit for hit in reversed(self._hits.take())}
-        batches: list[Command] = []
-        for shard, touched in by_shard(hits).items():
-            for start in range(0, len(touched), BATCH):
-                batch = [hits[key] for key in touched[start : start + BATCH]]
-                words = [word for hit in batch for word in (hit.key, hit.num_hits, hit.last_ms)]
-                batches.append(self._sender.on_shard(self._scripts.touch, shard, words))
+        commands = self._touches({hit.key: hit for hit in reversed(self._hits.take())})
         failure: IndexUnavailable | None = None
-        for start in range(0, len(batches), _SCRIPTS_AT_ONCE):
-            for reply in self._calls.attempt(batches[start : start + _SCRIPTS_AT_ONCE]):
+        while batch := list(islice(commands, _SCRIPTS_AT_ONCE)):
+            for reply in self._calls.attempt(batch):
                 failure = reply if isinstance(reply, IndexUnavailable) else failure
         if failure is not None:
             raise failure
@@ -272,6 +267,14 @@ class RedisIndex:
         from sglang_ext.chunk_index.redis_audit import audit
 
         audit(self._link)
+
+    def _touches(self, hits: Mapping[ChunkKey, Hits]) -> Iterator[Command]:
+        """Scripts that write hits, each made when it is asked for, so that others run between."""
+        for shard, touched in by_shard(hits).items():
+            for start in range(0, len(touched), BATCH):
+                batch = [hits[key] for key in touched[start : start + BATCH]]
+                words = [word for hit in batch for word in (hit.key, hit.num_hits, hit.last_ms)]
+                yield self._sender.on_shard(self._scripts.touch, shard, words)
 
     def _published_bytes(self) -> dict[str, int]:
         """The bytes of every owner that has nodes."""

@@ -32,7 +32,7 @@ from sglang_ext.errors import IndexUnavailable
 BATCH = 64
 """Nodes of one script call, which then runs for about a millisecond."""
 
-_SCRIPTS_AT_ONCE = 16  # of one round trip, so that others are served between
+_SCRIPTS_AT_ONCE = 2  # of one round trip, so that others are served between
 _MAX_QUEUES = 256  # beyond it, victims come from that many queues taken at random
 
 

@@ -52,6 +52,7 @@ TOTALS_S = 2.0
 COLLECT_S = 5.0
 HEARTBEAT_S = 10.0
 MEASURE_S = 60.0
+RETRY_S = 2.0
 FOLLOW_S = 1.0
 REFILL_S = 5.0
 MAX_UNTOLD = 1024
@@ -180,7 +181,10 @@ def start_tiers(config: IndexConfig, pool: KvPool, model: Callable[[], str]) -> 
     if not lower:
         return Tiers(cache)
     samples = _take_samples(pool, config.segment_len)
-    chores.insert(0, Chore("measure", MEASURE_S, lambda: cache.measure(samples)))
+    chores[:0] = [
+        Chore("measure", MEASURE_S, lambda: cache.measure(samples)),
+        Chore("measure unused", RETRY_S, lambda: cache.measure_unused(samples)),
+    ]
     if shared is None:
         return Tiers(cache, Upkeep(chores))
     follower = LogFollower(

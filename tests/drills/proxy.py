@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 
 SMALL_BYTES = 4096
+READ_BYTES = 1 << 20
 PIECE_BYTES = 16 * 1024
 
 _Due = tuple[float, bytes]
@@ -26,13 +27,11 @@ class Proxy:
         port: Where it listens, on 127.0.0.1.
         latency_s: How much later a payload comes.
         bytes_per_s: How fast payloads come at most; None is as fast as they can.
-        num_payload_bytes: Bytes of payloads that came through.
     """
 
     def __init__(self, server_port: int) -> None:
         self.latency_s = 0.0
         self.bytes_per_s: float | None = None
-        self.num_payload_bytes = 0
         self._server_port = server_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -67,7 +66,7 @@ class Proxy:
     def _ask(self, client: socket.socket, server: socket.socket) -> None:
         """Pass on what the client says."""
         with suppress(OSError):
-            while data := client.recv(1 << 16):
+            while data := client.recv(READ_BYTES):
                 server.sendall(data)
         with suppress(OSError):
             server.shutdown(socket.SHUT_WR)
@@ -75,7 +74,7 @@ class Proxy:
     def _listen(self, server: socket.socket, answers: SimpleQueue[_Due | None]) -> None:
         """Note what the server says, and when it is due."""
         with suppress(OSError):
-            while data := server.recv(1 << 16):
+            while data := server.recv(READ_BYTES):
                 is_payload = len(data) >= SMALL_BYTES
                 answers.put((time.monotonic() + self.latency_s * is_payload, data))
         answers.put(None)
@@ -86,17 +85,21 @@ class Proxy:
             while (due := answers.get()) is not None:
                 at_s, data = due
                 time.sleep(max(0.0, at_s - time.monotonic()))
-                for start in range(0, len(data), PIECE_BYTES):
-                    piece = data[start : start + PIECE_BYTES]
+                step = len(data) if len(data) < SMALL_BYTES else self._piece_bytes()
+                for start in range(0, len(data), step):
+                    piece = data[start : start + step]
                     if len(data) >= SMALL_BYTES:
                         self._wait_for_room(len(piece))
                     client.sendall(piece)
         with suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
 
+    def _piece_bytes(self) -> int:
+        """What is passed on at once: little of a slow payload, so that it comes evenly."""
+        return READ_BYTES if self.bytes_per_s is None else PIECE_BYTES
+
     def _wait_for_room(self, num_bytes: int) -> None:
         with self._lock:
-            self.num_payload_bytes += num_bytes
             if self.bytes_per_s is None:
                 return
             now_s = time.monotonic()

@@ -568,11 +568,18 @@ def test_a_tier_that_fails_is_named_once_and_used_as_soon_as_it_works(
     assert "tier=disk is disabled" in caplog.messages[0]
     assert not rig.cache.stats().lower[0].is_ready
     obstacle.unlink()
-    rig.measure()
+    rig.cache.measure_unused(SAMPLES)
+    rig.drain()
     assert "tier=disk is ready" in caplog.messages[-1]
     some = chunk(1, 300)
     rig.store_below(some)
     assert len(rig.fetch(some).payloads) == len(some)
+
+
+def test_a_tier_in_use_is_not_measured_with_the_unused_ones(rig: Rig) -> None:
+    rig.cache.measure_unused(SAMPLES)
+    rig.drain()
+    assert rig.disk.gets == []
 
 
 def test_measuring_finds_what_a_load_costs_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.chunk_index import redis_connection
 from sglang_ext.chunk_index.redis_commands import slot_of
 from sglang_ext.chunk_index.redis_connection import (
     Access,
     Address,
+    BrokenReply,
     Connection,
     ErrorReply,
     connect,
@@ -65,11 +67,11 @@ def soon(seconds: float = WAIT_S) -> float:
     return time.monotonic() + seconds
 
 
-def flood(sock: socket.socket, piece: bytes, pause_s: float = 0) -> None:
-    """Send a piece again and again, until the other side is gone."""
-    is_over = threading.Event()
-    while not is_over.wait(pause_s):
-        sock.sendall(piece)
+def trickle(sock: socket.socket) -> None:
+    """Send a byte now and then, until the other side is gone."""
+    never = threading.Event()
+    while not never.wait(0.02):
+        sock.sendall(b"+")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_an_error_reply_is_a_reply_and_keeps_its_words(text: str) -> None:
 
 
 def test_a_greeting_that_trickles_ends_by_the_deadline() -> None:
-    with peer(lambda sock: flood(sock, b"+", 0.02)) as address:
+    with peer(trickle) as address:
         started_s = time.monotonic()
         with pytest.raises(TimeoutError):
             connect(address, Access(password="secret"), soon(0.1))
@@ -265,8 +267,10 @@ def test_a_reply_that_stopped_halfway_goes_on_after_a_timeout() -> None:
         sock.sendall(b"te\r\n")
 
     with connected(act) as connection:
+        started_s = time.monotonic()
         with pytest.raises(TimeoutError):
             connection.receive(1, soon(0.05))
+        assert time.monotonic() - started_s < 2
         is_late.set()
         assert connection.receive(1, soon()) == [b"late"]
 
@@ -279,12 +283,43 @@ def test_what_has_arrived_is_received_even_after_the_deadline() -> None:
             connection.receive(1, soon(-1))
 
 
-def test_what_arrives_without_end_is_not_read_for_ever() -> None:
-    with connected(lambda sock: flood(sock, b"$%d\r\n" % (1 << 40) + b"x" * 65536)) as connection:
-        wait_until(connection.is_stale, WAIT_S)
+def test_only_so_much_is_read_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_connection, "MAX_LATE_BYTES", 1)
+    is_sent = threading.Event()
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(b"$250000\r\n%b\r\n" % bytes(250_000))
+        is_sent.set()
+
+    with connected(act) as connection:
+        assert is_sent.wait(WAIT_S)
+        with pytest.raises(TimeoutError):
+            connection.receive(1, soon(-1))
+        assert connection.receive(1, soon()) == [bytes(250_000)]
+
+
+def test_a_reply_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_connection, "MAX_REPLY_BYTES", 200_000)
+    half = b"*1\r\n$100000\r\n%b\r\n" % bytes(100_000)
+
+    def act(sock: socket.socket) -> None:
+        sock.sendall(8 * half)
+
+    with connected(act) as connection:
+        assert connection.receive(1, soon()) == [[bytes(100_000)]]  # counted for each call
+        with pytest.raises(BrokenReply, match="200000"):
+            connection.receive(7, soon())
+
+
+def test_a_reply_that_trickles_ends_by_the_deadline() -> None:
+    def act(sock: socket.socket) -> None:
+        sock.sendall(b"$1000000\r\n")
+        trickle(sock)
+
+    with connected(act) as connection:
         started_s = time.monotonic()
         with pytest.raises(TimeoutError):
-            connection.receive(1, soon(0.05))
+            connection.receive(1, soon(0.1))
         assert time.monotonic() - started_s < 2
 
 
@@ -305,7 +340,7 @@ def test_a_closed_connection_is_not_opened_again() -> None:
     with connected(lambda sock: None) as connection:
         connection.close()
         connection.close()
-        with pytest.raises(ConnectionError):
+        with pytest.raises(OSError, match="Bad file descriptor"):
             connection.send(PING, soon())
         with pytest.raises(ConnectionError):
             connection.receive(1, soon())
