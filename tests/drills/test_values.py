@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -33,6 +34,7 @@ STALL_MS = 50.0
 """The server's own default: longest that a request waits while no byte comes."""
 
 LATENCY_S = 0.2
+NEVER_S = 30.0
 MAX_P99_RATIO, MAX_MEDIAN_RATIO = 1.5, 1.05
 BLOCKS = ((13, 9),) * 4
 """Hits and misses of streams that take turns, so that both meet the same noise."""
@@ -106,28 +108,54 @@ def _used_bytes(redis: RedisServer) -> int:
     return int(next(line for line in lines if line.startswith("used_memory:")).partition(":")[2])
 
 
-def test_a_stopped_store_costs_a_request_no_more_than_the_longest_stall(
+def test_a_stopped_redis_costs_a_request_no_more_than_the_longest_stall(
     served: Served, redis: RedisServer, cases: list[Case], rows: list[Row]
 ) -> None:
-    """One request at a time; noise is the most that equal requests differed by."""
     name = "Redis values stopped"
     _store(served, redis, cases, name)
-    computed = [_compute(served, cases, f"{name} before")]
+    with _judged(name, served, cases, rows) as outcomes:
+        redis.pause()
+        try:
+            outcomes += [_hit(served, cases, name, number) for number in range(len(cases))]
+        finally:
+            redis.resume()
+    assert any(outcome.load_ms for outcome in outcomes), "it was waited for"
+
+
+def test_payloads_that_never_come_cost_a_request_no_more_than_the_longest_stall(
+    served: Served, redis: RedisServer, cases: list[Case], rows: list[Row], proxy: Proxy
+) -> None:
+    """The index answers as ever."""
+    name = "Redis values held back"
+    _store(served, redis, cases, name)
+    with _judged(name, served, cases, rows) as outcomes:
+        proxy.latency_s = NEVER_S
+        try:
+            outcomes += [_hit(served, cases, name, number) for number in range(len(cases))]
+        finally:
+            proxy.latency_s = 0.0
+    assert any(outcome.num_late for outcome in outcomes), "payloads were waited for"
+
+
+@contextmanager
+def _judged(
+    name: str, served: Served, cases: list[Case], rows: list[Row]
+) -> Iterator[list[Outcome]]:
+    """Hits one at a time that may take what computing takes, one stall, and noise.
+
+    Noise is the most that two equal requests, before and after, differed by.
+    """
+    before = _compute(served, cases, f"{name} before")
     outcomes: list[Outcome] = []
-    redis.pause()
-    try:
-        for number in range(len(cases)):
-            outcomes.append(_hit(served, cases, name, number))
-    finally:
-        redis.resume()
+    yield outcomes
     recovered_s = _seconds_until_loaded(served, cases, name)
-    computed.append(_compute(served, cases, f"{name} after"))
-    times = [[outcome.elapsed_ms for outcome in same] for same in zip(*computed, strict=True)]
-    noise_ms = max(max(same) - min(same) for same in times)
-    rows.append(judge(name, outcomes, {n: max(t) for n, t in enumerate(times)}, recovered_s))
-    assert rows[-1].wrong == rows[-1].lost == 0, outcomes
-    assert any(outcome.num_late for outcome in outcomes), "a load was waited for"
-    assert rows[-1].max_wait_ms <= STALL_MS + noise_ms, (noise_ms, outcomes)
+    after = _compute(served, cases, f"{name} after")
+    times = [(one.elapsed_ms, other.elapsed_ms) for one, other in zip(before, after, strict=True)]
+    noise_ms = max(max(pair) - min(pair) for pair in times)
+    row = judge(name, outcomes, {n: max(pair) for n, pair in enumerate(times)}, recovered_s)
+    rows.append(row)
+    assert row.wrong == row.lost == 0, outcomes
+    assert row.max_wait_ms <= STALL_MS + noise_ms, (noise_ms, outcomes)
     assert recovered_s < RECOVERY_S
     assert served.is_unharmed(), served.complaints()
 

@@ -15,7 +15,7 @@ from sglang_ext.config import ExtConfig, add_arguments, config_from_args
 from sglang_ext.errors import ConfigError
 from sglang_ext.recompute.selection import Allocation, SelectionParams
 from sglang_ext.request import RequestOptions
-from sglang_ext.tier_config import GIB, MIB, IndexConfig
+from sglang_ext.tier_config import MIB, IndexConfig
 
 SECRET = b"s" * 32
 

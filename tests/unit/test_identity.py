@@ -124,7 +124,8 @@ def test_who_knows_a_key_but_not_the_root_cannot_name_what_is_below_it() -> None
 
 
 def test_one_segment_of_two_tokens_is_not_two_segments_of_one() -> None:
-    assert child_key(ROOT, None, ids(1, 2)) != child_key(ROOT, child_key(ROOT, None, ids(1)), ids(2))
+    one = child_key(ROOT, None, ids(1))
+    assert child_key(ROOT, None, ids(1, 2)) != child_key(ROOT, one, ids(2))
 
 
 @pytest.mark.parametrize(
