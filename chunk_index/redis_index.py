@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from sglang_ext.chunk_index import keys, policy
 from sglang_ext.chunk_index.codec import decode_node, decode_record, encode_body, encode_record
@@ -48,7 +47,7 @@ from sglang_ext.chunk_index.redis_scripts import Sender, load_scripts
 from sglang_ext.chunk_index.redis_shards import Shards, Share, by_shard, sum_shares
 from sglang_ext.errors import IndexUnavailable
 
-_SCRIPTS_AT_ONCE = 2  # of one round trip, so that others are served between
+_TOUCHES = BATCH // 2  # hits of a script, alone in its round trip: look-ups wait for no more
 _MAX_ATTEMPTS = 8  # to annotate a node that others annotate at the same time
 _PUBLICATIONS = (Publication.STORED, Publication.PRESENT, Publication.ORPHAN, Publication.BUSY)
 
@@ -102,11 +101,10 @@ class RedisIndex:
         Raises:
             IndexUnavailable: Some could not be written; they are lost.
         """
-        commands = self._touches({hit.key: hit for hit in reversed(self._hits.take())})
         failure: IndexUnavailable | None = None
-        while batch := list(islice(commands, _SCRIPTS_AT_ONCE)):
-            for reply in self._calls.attempt(batch):
-                failure = reply if isinstance(reply, IndexUnavailable) else failure
+        for command in self._touches({hit.key: hit for hit in reversed(self._hits.take())}):
+            (reply,) = self._calls.attempt([command])
+            failure = reply if isinstance(reply, IndexUnavailable) else failure
         if failure is not None:
             raise failure
 
@@ -271,8 +269,8 @@ class RedisIndex:
     def _touches(self, hits: Mapping[ChunkKey, Hits]) -> Iterator[Command]:
         """Scripts that write hits, each made when it is asked for, so that others run between."""
         for shard, touched in by_shard(hits).items():
-            for start in range(0, len(touched), BATCH):
-                batch = [hits[key] for key in touched[start : start + BATCH]]
+            for start in range(0, len(touched), _TOUCHES):
+                batch = [hits[key] for key in touched[start : start + _TOUCHES]]
                 words = [word for hit in batch for word in (hit.key, hit.num_hits, hit.last_ms)]
                 yield self._sender.on_shard(self._scripts.touch, shard, words)
 

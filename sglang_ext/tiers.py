@@ -122,6 +122,9 @@ class Tiers:
         if self._upkeep is not None:
             self._upkeep.close(CLOSE_TIMEOUT_S)
         self.cache.close()
+        for lower in self.cache.lower:
+            if isinstance(lower.tier.index, NearIndex):
+                lower.tier.index.close()
         if self._link is not None:
             self._link.close()
 

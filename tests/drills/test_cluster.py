@@ -57,20 +57,29 @@ def test_a_killed_master_costs_hits_until_its_replica_takes_over(
         run.until(lambda: run.rise(UNAVAILABLE, tier="shared") > 0, "nobody missed the master")
         run.until(lambda: heir.cli("ROLE").startswith("master"), "the replica did not take over")
         cluster.wait_whole([server for server in cluster.servers if server is not victim])
-        run.until(lambda: _is_quiet(run), "some slots still fail")
+        quiet = _Quiet(run)
+        run.until(quiet.is_long_enough, "some slots still fail")
+        assert run.rise(STORES, tier="shared", result="stored") > quiet.num_stored
     assert run.has_recovered_within(RECOVERY_S)
 
 
-def _is_quiet(run: Run) -> bool:
-    """Whether some requests in a row reach every master, and store; notes when that began."""
-    run.note_recovery()
-    failed, stored = _counts(run)
-    run.more(NUM_QUIET)
-    failed_later, stored_later = _counts(run)
-    return failed_later == failed and stored_later > stored
+class _Quiet:
+    """Requests in a row that reached every master; notes as recovery when they began.
 
+    Attributes:
+        num_stored: What was stored before.
+    """
 
-def _counts(run: Run) -> tuple[float, float]:
-    """Calls that failed, and what was stored."""
-    stored = run.rise(STORES, tier="shared", result="stored")
-    return run.rise(UNAVAILABLE, tier="shared"), stored
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._num_failed = -1.0
+
+    def is_long_enough(self) -> bool:
+        """Whether there were enough by now."""
+        num_failed = self._run.rise(UNAVAILABLE, tier="shared")
+        if num_failed != self._num_failed:
+            self._num_failed = num_failed
+            self._num_before = len(self._run.outcomes)
+            self.num_stored = self._run.rise(STORES, tier="shared", result="stored")
+            self._run.note_recovery()
+        return len(self._run.outcomes) >= self._num_before + NUM_QUIET

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,8 @@ def _starts_s(options: dict[str, str]) -> list[float]:
         took_s.append(time.perf_counter() - began_s)
     with ThreadPoolExecutor(NUM_STARTS) as threads:
         list(threads.map(lambda tiers: tiers.close(), started))
+    asking = [thread for thread in threading.enumerate() if thread.name.startswith("pic-redis")]
+    assert not asking, "a closed cache asks nobody"
     return took_s
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +46,14 @@ def begin_and_hang(place: Place, stock: Stock, age_ms: int, has_begun: Event) ->
             shelf.begin(record, payload, now_ms() - age_ms)
         has_begun.set()
         get_context("spawn").Event().wait()
+
+
+def die_writing(place: Place, record: NodeRecord, payload: RawPayload) -> None:
+    """Be killed by the system in the middle of a payload, which is larger than it allows."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (payload.nbytes // 2, payload.nbytes // 2))
+    with open_shelf(place.url, place.folder, place.secret) as shelf:
+        shelf.begin(record, payload, now_ms())
 
 
 def publish_all(place: Place, stock: Stock, barrier: Barrier) -> None:

@@ -552,17 +552,19 @@ class TestOutage:
         cluster = shared_cluster()
         for master in cluster.masters:
             master.cli("FLUSHALL")
-        with open_link(cluster.url, background_deadline_ms=300) as link:
+        paused = cluster.masters[0]
+        with open_link(cluster.url, background_deadline_ms=1000) as link:
             index = RedisIndex(link)
             keys_of_all_shards = [ChunkKey(bytes([first]) * 17) for first in range(64)]
             records = [NodeRecord(key, None, 1, 100, 0, 0) for key in keys_of_all_shards]
             publish(index, *records)
             plan = index.victims(6400, "", is_own=False)
-            cluster.masters[0].pause()
+            paused.pause()
             try:
                 left = index.evict(plan)
             finally:
-                cluster.servers[0].resume()
+                paused.resume()
+            cluster.wait_whole(cluster.servers)  # it may have been taken for dead meanwhile
             assert 0 < len(left) < len(plan) == 64
             assert link.wait_available(HEARD_S)
             assert len(index.evict(plan)) == 64 - len(left)
