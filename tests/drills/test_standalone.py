@@ -302,12 +302,13 @@ def _truncate(paths: list[Path]) -> int:
 
 
 def _flip(paths: list[Path]) -> int:
+    """The greatest bit of a number's exponent in each file."""
     for path in paths:
         with path.open("r+b") as file:
-            file.seek(path.stat().st_size * 2 // 3)
+            file.seek(path.stat().st_size * 2 // 3 | 1)
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 16]))
+            file.write(bytes([byte ^ 0x40]))
     return len(paths)
 
 
