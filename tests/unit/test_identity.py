@@ -166,11 +166,11 @@ def test_chunks_spread_over_all_first_bytes() -> None:
     assert len(spread) == 256
 
 
-def test_a_key_is_made_of_its_parents_digest_alone() -> None:
+def test_a_key_is_made_of_the_root_and_its_parents_digest_alone() -> None:
     """The spread byte is no part of a name: it cannot make two names of one."""
     key = child_key(ROOT, None, ids(1))
     moved = ChunkKey(bytes([key[0] ^ 1]) + key[1:])
-    assert child_key(moved, ids(2))[1:] == child_key(key, ids(2))[1:]
+    assert child_key(ROOT, moved, ids(2))[1:] == child_key(ROOT, key, ids(2))[1:]
 
 
 owner_inputs = st.tuples(st.text(max_size=4), st.binary(max_size=4))
