@@ -380,7 +380,7 @@ def _match_targets(row: Row, bare_ms: float) -> list[Target]:
 
 
 def _at_most(name: str, got: float, most: float, unit: str) -> Target:
-    return Target(name, f"{got:.3g} {unit}", f"<= {most:.3g} {unit}", got <= most)
+    return Target(name, f"{got:.3g} {unit}", f"<= {most:.4g} {unit}", got <= most)
 
 
 def describe_row(row: Row) -> str:

@@ -567,7 +567,9 @@ class TestOutage:
             cluster.wait_whole(cluster.servers)  # it may have been taken for dead meanwhile
             assert 0 < len(left) < len(plan) == 64
             assert link.wait_available(HEARD_S)
-            assert len(index.evict(plan)) == 64 - len(left)
+            # On resuming it may have carried out what it was sent while paused, unheard.
+            assert len(index.evict(plan)) <= 64 - len(left)
+            assert index.stats().num_nodes == 0
             index.reconcile()
             index.check_integrity()
 
