@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.chunk_index import keys
-from sglang_ext.chunk_index.codec import StoredNode
+from sglang_ext.chunk_index.codec import StoredNode, decode_node
 from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.index import NodeRecord
 from sglang_ext.chunk_index.redis_calls import Calls
@@ -94,13 +94,13 @@ def plan_victims(
 
 
 def merge_queues(calls: Calls, shards: Shards, queues: Sequence[Queue]) -> Iterator[Candidate]:
-    """The nodes of all queues, lowest priority first; reads no further than it must."""
-    nodes: dict[ChunkKey, StoredNode | None] = {}
+    """The nodes of all queues, lowest priority first; reads and decodes no more than it must."""
+    values: dict[ChunkKey, bytes | None] = {}
     heap: list[tuple[float, int]] = []
     empty = list(range(len(queues)))
     while empty or heap:
         if empty:
-            nodes.update(_read(calls, shards, [queues[place] for place in empty]))
+            values.update(_read(calls, shards, [queues[place] for place in empty]))
             for place in empty:
                 if queues[place].front:
                     heapq.heappush(heap, (queues[place].front[0][0], place))
@@ -109,17 +109,15 @@ def merge_queues(calls: Calls, shards: Shards, queues: Sequence[Queue]) -> Itera
         _, place = heapq.heappop(heap)
         queue = queues[place]
         _, key = queue.front.popleft()
-        yield Candidate(queue, key, nodes.pop(key, None))
+        yield Candidate(queue, key, decode_node(key, values.pop(key, None)))
         if queue.front:
             heapq.heappush(heap, (queue.front[0][0], place))
         elif not queue.is_at_end:
             empty.append(place)
 
 
-def _read(
-    calls: Calls, shards: Shards, queues: Sequence[Queue]
-) -> dict[ChunkKey, StoredNode | None]:
-    """Read the next page of each queue, and the nodes in it; two round trips."""
+def _read(calls: Calls, shards: Shards, queues: Sequence[Queue]) -> dict[ChunkKey, bytes | None]:
+    """Read the next page of each queue, and the nodes in it as stored; two round trips."""
     commands = []
     for queue in queues:
         name = keys.queue_key(queue.shard, queue.owner)
@@ -133,4 +131,4 @@ def _read(
         queue.num_read += len(page)
         queue.is_at_end = len(page) < queue.page
         queue.page = min(2 * queue.page, _MAX_PAGE)
-    return shards.nodes([key for queue in queues for _, key in queue.front])
+    return shards.values(calls, [key for queue in queues for _, key in queue.front])
