@@ -16,6 +16,7 @@ import httpx
 
 from sglang_ext.errors import ServerFailed
 from sglang_ext.scripts.picctl_options import Options
+from sglang_ext.scripts.server import CONNECTION_LIMITS
 
 REQUEST_TIMEOUT_S = 600.0
 QUICK_TIMEOUT_S = 10.0
@@ -65,7 +66,11 @@ class PicServer:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._url = url
         self._http = httpx.Client(
-            base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False
+            base_url=url,
+            headers=headers,
+            timeout=REQUEST_TIMEOUT_S,
+            limits=CONNECTION_LIMITS,
+            trust_env=False,
         )
 
     def __enter__(self) -> PicServer:

@@ -27,6 +27,8 @@ from sglang_ext.errors import ServerFailed
 
 READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 600.0
+CONNECTION_LIMITS = httpx.Limits(keepalive_expiry=2.0)
+"""SGLang closes a connection after 5 s without a request: one as old must not be used again."""
 STOP_TIMEOUT_S = 30.0
 POLL_TIMEOUT_S = 5.0
 PROGRESS_EVERY_S = 10.0
@@ -182,7 +184,11 @@ def serve(
     try:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         with httpx.Client(
-            base_url=base_url, timeout=REQUEST_TIMEOUT_S, trust_env=False, headers=headers
+            base_url=base_url,
+            timeout=REQUEST_TIMEOUT_S,
+            limits=CONNECTION_LIMITS,
+            trust_env=False,
+            headers=headers,
         ) as http:
             _wait_until_ready(process, http, log_path, say)
             yield Client(http)
