@@ -54,7 +54,7 @@ NUM_AFTER = 6
 REQUEST_TIMEOUT_S = 60.0
 PATIENCE_S = 60.0
 
-STORES, LOADED = "sglang_pic_stores_total", "sglang_pic_loaded_bytes_total"
+STORES = "sglang_pic_stores_total"
 UNAVAILABLE = "sglang_pic_tier_unavailable_total"
 FAILURES = "sglang_pic_load_failures_total"
 COMPLAINTS = re.compile(
@@ -200,7 +200,7 @@ class Served:
 
         Raises:
             httpx.HTTPError: It was not answered.
-            KeyError: The answer is not one.
+            LookupError, ValueError: The answer is not one.
         """
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         body = {
@@ -224,7 +224,7 @@ class Served:
         began_s = time.monotonic()
         try:
             answer = self.ask(case.text, **params)
-        except (httpx.HTTPError, KeyError) as exc:
+        except (httpx.HTTPError, LookupError, ValueError) as exc:
             elapsed_ms = (time.monotonic() - began_s) * 1e3
             return Outcome(number, began_s, elapsed_ms, error=f"{type(exc).__name__}: {exc}")
         report = answer.report

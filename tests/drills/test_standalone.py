@@ -153,6 +153,16 @@ def load_all(served: Served, cases: list[Case], namespace: str) -> list[Outcome]
     return loaded
 
 
+def test_without_a_fault_nothing_fails_and_waits_are_noise(drill: Drill) -> None:
+    """The row that all others are to be compared with."""
+    with drill("no fault") as run:
+        run.warm()
+        with run.fault():
+            run.more(12)
+        run.recover()
+    assert run.rise(UNAVAILABLE, tier="shared") == run.rise(FAILURES, tier="shared") == 0
+
+
 # The index fails
 
 
@@ -372,7 +382,7 @@ def _kill_in_the_middle(place: Place) -> None:
     """Let one be killed while its payload is half written."""
     payload = RawPayload(b"unfinished", bytearray(4 << 20))
     record = _sized(node_record("unfinished"), payload)
-    with process(die_writing, place, record, payload) as writer:
+    with process(die_writing, place, record, payload, RESERVED_AGO_MS) as writer:
         writer.join(60)
         assert writer.exitcode == -signal.SIGXFSZ
     assert unfinished(place.folder)

@@ -48,12 +48,15 @@ def begin_and_hang(place: Place, stock: Stock, age_ms: int, has_begun: Event) ->
         get_context("spawn").Event().wait()
 
 
-def die_writing(place: Place, record: NodeRecord, payload: RawPayload) -> None:
-    """Be killed by the system in the middle of a payload, which is larger than it allows."""
+def die_writing(place: Place, record: NodeRecord, payload: RawPayload, age_ms: int) -> None:
+    """Be killed by the system in the middle of a payload, which is larger than it allows.
+
+    Reserves as `begin_and_hang`.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (payload.nbytes // 2, payload.nbytes // 2))
     with open_shelf(place.url, place.folder, place.secret) as shelf:
-        shelf.begin(record, payload, now_ms())
+        shelf.begin(record, payload, now_ms() - age_ms)
 
 
 def publish_all(place: Place, stock: Stock, barrier: Barrier) -> None:
