@@ -105,9 +105,9 @@ class PromptPlan:
             they have been computed.
         misses: What to compute alone first.
         runs: What to compute in full context, merged and in order; the last run ends the prompt.
+        approximate: What keeps KV that saw only its own chunk; disjoint from `runs`.
         num_selected: Tokens the strategy chose, prefix and query included.
         counts: Every token once.
-        is_exact: No token keeps KV that saw only its own chunk.
     """
 
     prefix_len: int
@@ -115,9 +115,19 @@ class PromptPlan:
     placements: tuple[Placement, ...]
     misses: tuple[Miss, ...]
     runs: tuple[Span, ...]
+    approximate: tuple[Span, ...]
     num_selected: int
     counts: TokenCounts
-    is_exact: bool
+
+    @property
+    def is_exact(self) -> bool:
+        """No token keeps KV that saw only its own chunk."""
+        return not self.approximate
+
+    @property
+    def approximate_hits(self) -> tuple[Span, ...]:
+        """Cached tokens at another position than they were computed at, computed again or not."""
+        return merge_spans([placement.span for placement in self.placements if placement.delta])
 
     @property
     def recomputed_share(self) -> float:
@@ -181,7 +191,7 @@ def plan_prompt(
         runs=runs,
         num_selected=count_tokens(selection),
         counts=_count(placements, runs, prefix_len, num_tokens),
-        is_exact=not subtract_spans(approximate, runs),
+        approximate=subtract_spans(approximate, runs),
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,3 +274,60 @@ def is_health_check(recv_req: Any) -> bool:
     from sglang.srt.managers.scheduler import is_health_check_generate_req
 
     return bool(is_health_check_generate_req(recv_req))
+
+
+@contextmanager
+def layer_context(model_runner: Any, forward_batch: Any, attn_backend: Any) -> Iterator[None]:
+    """What SGLang's runner sets up around a model's layers, with an attention backend of ours."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.runtime_context import get_model
+
+    experts = model_runner.model.shared_experts_config
+    context = ForwardContext(attn_backend=attn_backend)
+    with (
+        get_model().override(shared_experts=experts),
+        forward_context(context, forward_batch=forward_batch),
+    ):
+        yield
+
+
+def open_residual(output: Tensor, residual: Tensor | None, forward_batch: Any) -> Any:
+    """Give a ForwardBatch the residual stream that a layer expects; returns the layer's input.
+
+    Args:
+        output: `[num_tokens, hidden]`, what the layer before put out, or the embedding.
+        residual: As `output`; None at the first layer.
+        forward_batch: Modified.
+    """
+    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+    from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+
+    if residual is None:
+        residual_batch.start(forward_batch)
+        return output
+    stream_input, stream = ResidualStream.from_handoff(output, residual, PLAIN_ADD)
+    forward_batch.residual_stream = stream
+    return stream_input
+
+
+def close_residual(output: Any, forward_batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Take a layer's output and its residual out of a ForwardBatch; see `open_residual`."""
+    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+
+    pair: tuple[Tensor, Tensor | None] = residual_batch.stream_of(forward_batch).export(output)
+    residual_batch.clear(forward_batch)
+    return pair
+
+
+def final_norm(stream_input: Any, forward_batch: Any, norm: Any) -> Tensor:
+    """The norm behind the last layer, of what `open_residual` returned."""
+    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+
+    normed: Tensor = residual_batch.final_norm(stream_input, forward_batch, norm)
+    return normed
+
+
+def num_layers(model_config: Any) -> int:
+    """Layers of a model, of SGLang's ModelConfig."""
+    return int(model_config.num_hidden_layers)

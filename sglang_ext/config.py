@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext import tier_config
 from sglang_ext.errors import ConfigError, RequestError
-from sglang_ext.request import RequestOptions, parse_options
+from sglang_ext.request import STRATEGIES, RequestOptions, parse_options
 from sglang_ext.tier_config import MAX_MIB, MIB, IndexConfig, flag_of, with_tiers
 
 
@@ -155,7 +155,7 @@ _FLAGS: Mapping[str, _Flag] = {
         request_key="pic_delimiter",
     ),
     "--pic-strategy": _Flag(
-        "Default strategy: daric, epic, reuse or full (default daric).",
+        f"Default strategy: {', '.join(STRATEGIES)} (default daric).",
         request_key="pic_strategy",
     ),
     "--pic-n-avg": _Flag(
@@ -174,6 +174,22 @@ _FLAGS: Mapping[str, _Flag] = {
         "Cap of the recomputed tokens as a share of the prompt, in (0, 1] (default 0.25).",
         float,
         request_key="pic_max_share",
+    ),
+    "--pic-warmup": _Flag(
+        "Layers of a layerwise strategy's warm-up (default: the strategy's).",
+        int,
+        request_key="pic_warmup",
+    ),
+    "--pic-probe": _Flag(
+        "Layers of a layerwise strategy's probe (default: the strategy's).",
+        int,
+        request_key="pic_probe",
+    ),
+    "--pic-coverage": _Flag(
+        "Share of the context that a layerwise strategy computes again, 0 to 1 (default: the "
+        "strategy's).",
+        float,
+        request_key="pic_coverage",
     ),
     "--pic-namespace": _Flag(
         "Namespace of requests that name none (default 'default').", request_key="pic_namespace"

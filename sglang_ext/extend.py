@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ from sglang_ext.chunk_index.identity import ChunkKey
 from sglang_ext.chunk_index.spans import Span, clip_spans, subtract_spans
 from sglang_ext.errors import PlanInfeasible
 from sglang_ext.kv_pool import KvPool, Piece, SegmentKV
+from sglang_ext.layerwise import (
+    LayerJob,
+    LayerResult,
+    LayerwiseExecutor,
+    columns_of,
+    spans_of,
+)
 from sglang_ext.recompute.planning import (
     Chunk,
     Miss,
@@ -34,6 +42,7 @@ from sglang_ext.recompute.planning import (
     plan_prompt,
     resolve_hits,
 )
+from sglang_ext.recompute.strategies.registry import LAYERWISE_STRATEGIES
 from sglang_ext.report import Outcome, PicReport, Reason
 from sglang_ext.rows import Forward, Row, RowRunner
 from sglang_ext.task import PicTask
@@ -52,6 +61,8 @@ class _Job:
         prefix_len: Tokens whose slots belong to SGLang's tree; never written.
         slots: `[kv_len]` int64, the request's slots.
         payloads: KV of this prompt's segments, cached ones and those just computed.
+        plan: What happens to each token; None for a full prefill.
+        replan: The same plan with other tokens selected.
     """
 
     req: Any
@@ -60,6 +71,8 @@ class _Job:
     prefix_len: int
     slots: Tensor
     payloads: dict[ChunkKey, SegmentKV] = field(default_factory=dict)
+    plan: PromptPlan | None = None
+    replan: Callable[[tuple[Span, ...]], PromptPlan] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -80,12 +93,14 @@ class PicExecutor:
         cache: ChunkCache[SegmentKV],
         req_to_token: Tensor,
         now_ms: Callable[[], int],
+        layerwise: LayerwiseExecutor | None = None,
     ) -> None:
         self._rows = rows
         self._pool = pool
         self._cache = cache
         self._req_to_token = req_to_token
         self._now_ms = now_ms
+        self._layerwise = layerwise
 
     def run(self, batch: Any, forward: Forward) -> Tensor:
         """Compute the batch, K/V in place.
@@ -101,22 +116,57 @@ class PicExecutor:
         began = time.perf_counter()
         others_ms = self._rows.forward_ms + self._pool.copy_ms
         computed: dict[ChunkKey, SegmentKV] = {}
-        rows: list[Row] = []
-        for index, req in enumerate(batch.reqs):
-            job = self._make_job(index, req, batch)
-            runs = self._prepare(job, computed, batch, forward)
-            rows.append(Row(req, job.token_ids, runs, job.slots))
+        jobs = [self._make_job(index, req, batch) for index, req in enumerate(batch.reqs)]
+        rows = [
+            Row(job.req, job.token_ids, self._prepare(job, computed, batch, forward), job.slots)
+            for job in jobs
+        ]
+        logits: dict[int, Tensor] = {}
+        layerwise_ms = self._run_layerwise(jobs, rows, batch, logits)
+        others = [index for index in range(len(jobs)) if index not in logits]
         started = time.perf_counter()
-        logits = self._rows.run(rows, batch, forward)
+        ends = self._rows.run([rows[index] for index in others], batch, forward) if others else []
         ended = time.perf_counter()
-        others_ms = self._rows.forward_ms + self._pool.copy_ms - others_ms
+        logits.update(zip(others, ends, strict=True))
+        for index in others:
+            task = active_task(jobs[index].req)
+            if task is not None:
+                task.report.phase_ms["patch"] = (ended - started) * 1e3
+        others_ms = self._rows.forward_ms + self._pool.copy_ms - others_ms + layerwise_ms
         tasks = [task for task in map(active_task, batch.reqs) if task is not None]
         for task in tasks:
             phases = task.report.phase_ms
-            phases["patch"] = (ended - started) * 1e3
             own_ms = ((ended - began) * 1e3 - others_ms) / len(tasks)
             phases["own"] = phases.get("own", 0.0) + own_ms
-        return torch.stack(logits)
+        return torch.stack([logits[index] for index in range(len(jobs))])
+
+    def _run_layerwise(
+        self,
+        jobs: Sequence[_Job],
+        rows: Sequence[Row],
+        batch: Any,
+        logits: dict[int, Tensor],
+    ) -> float:
+        """Run the jobs whose tokens are chosen layer by layer, those of equal phases together.
+
+        Adds each job's logits by its index and fills in its report; returns milliseconds.
+        """
+        groups: dict[Hashable, list[tuple[int, LayerJob]]] = {}
+        for index, (job, row) in enumerate(zip(jobs, rows, strict=True)):
+            layer_job = _layer_job(job, row)
+            if layer_job is not None:
+                alone = index if self._rows.limits.isolates else None
+                groups.setdefault((layer_job.plan.key, alone), []).append((index, layer_job))
+        if not groups:
+            return 0.0
+        assert self._layerwise is not None, "tasks get phases where layers can be run"
+        started = time.perf_counter()
+        for members in groups.values():
+            results = self._layerwise.run([layer_job for _, layer_job in members], batch)
+            for (index, layer_job), result in zip(members, results, strict=True):
+                logits[index] = result.logits
+                _finish_layerwise(jobs[index], layer_job, result, self._layerwise.num_layers)
+        return (time.perf_counter() - started) * 1e3
 
     def run_full(self, batch: Any, forward: Forward) -> Tensor:
         """Compute the batch in full, in passes of the usual size; returns as `run` does."""
@@ -171,14 +221,10 @@ class PicExecutor:
                 job.payloads.update((key, at_hand[key]) for key in known)
                 num_hits = [lease.num_hits[index] for index in indices]
                 hits = resolve_hits(chunks, num_hits, known, job.prefix_len)
-                plan = plan_prompt(
-                    chunks,
-                    hits,
-                    task.selection,
-                    job.prefix_len,
-                    job.num_tokens,
-                    task.keeps_query,
+                job.replan = partial(
+                    _plan, chunks, hits, job.prefix_len, job.num_tokens, task.keeps_query
                 )
+                plan = job.plan = job.replan(task.selection)
             with _timed(report, "misses"):
                 self._compute_misses(job, task, plan, computed, batch, forward)
             with _timed(report, "place"):
@@ -295,6 +341,59 @@ class PicExecutor:
         return int(slots.numel()) * self._pool.bytes_per_token
 
 
+def _plan(
+    chunks: Sequence[Chunk],
+    hits: Sequence[int],
+    prefix_len: int,
+    num_tokens: int,
+    keeps_query: bool,
+    selection: tuple[Span, ...],
+) -> PromptPlan:
+    return plan_prompt(chunks, hits, selection, prefix_len, num_tokens, keeps_query)
+
+
+def _layer_job(job: _Job, row: Row) -> LayerJob | None:
+    """What of a job is computed layer by layer; None if nothing is to be chosen."""
+    task = active_task(job.req)
+    if task is None or task.layer_plan is None or job.plan is None or job.plan.is_exact:
+        return None
+    last = row.runs[-1]
+    chunks = tuple(chunk.span for chunk in task.chunks)
+    return LayerJob(
+        row=row,
+        candidates=job.plan.approximate,
+        query=Span(max(last.start, chunks[-1].start), last.end),
+        chunks=chunks,
+        plan=task.layer_plan,
+        strategy=LAYERWISE_STRATEGIES[task.options.strategy],
+    )
+
+
+def _finish_layerwise(job: _Job, layer_job: LayerJob, result: LayerResult, num_layers: int) -> None:
+    """Say in a job's report what its layers computed."""
+    task = active_task(job.req)
+    assert task is not None
+    assert job.replan is not None
+    assert job.plan is not None
+    layers = layer_job.plan
+    hits = columns_of(job.plan.approximate_hits)
+    hits = hits[np.isin(hits, columns_of(layer_job.candidates))]
+    final = job.replan(spans_of(result.patched[-1][1]))
+    report = task.report
+    report.set_counts(final.counts, final.num_selected)
+    full = layers.first_patched * len(hits)
+    patched = sum(count * int(np.isin(hits, own).sum()) for count, own in result.patched)
+    report.recomputed_share = (full + patched) / (num_layers * len(hits)) if len(hits) else 0.0
+    report.plan = {
+        "signal": layers.signal.value,
+        "warmup": layers.warmup,
+        "probe": layers.probe,
+        "coverage": layers.coverage,
+    }
+    report.phase_ms.update(result.phase_ms)
+    job.req.skip_radix_cache_insert = not final.is_exact
+
+
 def deactivate(req: Any, reason: Reason, detail: str | None = None) -> None:
     """Leave a request to an ordinary prefill from here on; its KV will be exact."""
     task: PicTask = req.pic
@@ -322,10 +421,7 @@ def active_task(req: Any) -> PicTask | None:
 
 
 def _fill_report(report: PicReport, plan: PromptPlan, has_hits: bool) -> None:
-    counts = plan.counts
-    report.exact, report.reused = counts.exact, counts.reused
-    report.recomputed, report.computed = counts.recomputed, counts.computed
-    report.selected = plan.num_selected
+    report.set_counts(plan.counts, plan.num_selected)
     report.recomputed_share = plan.recomputed_share
     if has_hits:
         report.outcome = Outcome.REUSED

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_ext import compat
 from sglang_ext.config import ExtConfig
 from sglang_ext.errors import RequestError
+from sglang_ext.recompute.strategies.registry import LAYERWISE_STRATEGIES
 from sglang_ext.report import Reason
 from sglang_ext.request import (
     MAX_CHUNKS,
@@ -20,6 +21,7 @@ from sglang_ext.request import (
     RequestOptions,
     check_bounds,
     parse_options,
+    plan_layers,
     with_custom_params,
 )
 
@@ -48,6 +50,8 @@ def prepare_request(manager: Any, obj: Any, config: ExtConfig) -> Any:
     if custom is not None and not isinstance(custom, dict):
         raise RequestError("custom_params", type(custom).__name__, "an object")
     options = parse_options(custom, config.defaults)
+    if options.strategy in LAYERWISE_STRATEGIES:
+        plan_layers(options, compat.num_layers(manager.model_config))
     check_custom_params(custom)
     _refuse_empty(obj)
     if obj.input_ids is not None:

@@ -65,7 +65,8 @@ SPECS: Mapping[str, MetricSpec] = {
     "phase": MetricSpec(
         "Histogram",
         "sglang_pic_phase_seconds",
-        "Time of a request's phases: load, lookup, misses, place, patch; own is our part of all.",
+        "Time of a request's phases: load, lookup, misses, place, warmup, probe, patch; own is our "
+        "part of all.",
         ("phase",),
         SECONDS_BUCKETS,
     ),

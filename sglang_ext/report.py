@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_ext.recompute.planning import TokenCounts
 
 
 class Reason(StrEnum):
@@ -23,6 +26,8 @@ class Reason(StrEnum):
     SESSION = "session"
     MULTIMODAL = "multimodal"
     INPUT_EMBEDS = "input_embeds"
+    LAYERWISE = "layerwise_unsupported"
+    LAYERWISE_PLAN = "layerwise_plan"
     INPUT_LOGPROBS = "input_logprobs"
     HIDDEN_STATES = "hidden_states"
     POOLING = "pooling"
@@ -55,17 +60,21 @@ class PicReport:
         detail: For `internal_error` the exception's type and message.
         exact: Tokens there exactly: SGLang's prefix and cached segments of the first chunk.
         reused: Tokens of cached chunks used as they were kept.
-        recomputed: Tokens of cached chunks computed again in full context.
+        recomputed: Tokens of cached chunks computed again in full context; by a layerwise
+            strategy those of its last layer.
         computed: Tokens that were not cached.
         selected: Tokens the strategy chose in the whole prompt.
-        recomputed_share: recomputed / (reused + recomputed); 0 without hits.
+        recomputed_share: Cached tokens computed again, summed over layers, of all cached tokens
+            in all layers; 0 without hits.
+        plan: Phases of a layerwise strategy: `signal`, `warmup` and `probe` in layers, `coverage`.
         bytes_loaded: Bytes of cached KV: `host` what was placed, all of it from host memory by
             then; `disk` and `shared`, where there are such tiers, what this request brought from
             there.
         declined: Cached segments of lower tiers that are faster computed than loaded.
         late: Payloads that did not come before waiting any longer had cost more than computing.
         phase_ms: Milliseconds in the scheduler process: `load`, waiting for lower tiers, `lookup`
-            of the index and planning, `misses` computed alone, `place`, `patch` in context; and
+            of the index and planning, `misses` computed alone, `place`, `warmup`, `probe` and
+            `patch` in context; and
             across these `own`, what is neither SGLang's forward nor a copy of KV. A batch's patch
             is every member's.
     """
@@ -82,6 +91,7 @@ class PicReport:
     computed: int = 0
     selected: int = 0
     recomputed_share: float = 0.0
+    plan: dict[str, Any] = field(default_factory=dict)
     bytes_loaded: dict[str, int] = field(default_factory=lambda: {"host": 0})
     declined: int = 0
     late: int = 0
@@ -93,7 +103,14 @@ class PicReport:
         self.exact = self.reused = self.recomputed = self.selected = 0
         self.bytes_loaded["host"] = 0
         self.recomputed_share = 0.0
+        self.plan = {}
         self.computed = self.prompt_tokens
+
+    def set_counts(self, counts: TokenCounts, num_selected: int) -> None:
+        """Count every token of a request that PIC served."""
+        self.exact, self.reused = counts.exact, counts.reused
+        self.recomputed, self.computed = counts.recomputed, counts.computed
+        self.selected = num_selected
 
     def set_full(self, prefix_len: int) -> None:
         """Count the tokens of a full prefill behind an exact prefix."""
@@ -114,7 +131,8 @@ class PicReport:
             "computed_tokens": self.computed,
             "selected_tokens": self.selected,
             "recomputed_share": round(self.recomputed_share, 6),
-            "plan": {"warmup": 0, "probe": 0, "coverage": round(self.recomputed_share, 6)},
+            "plan": self.plan
+            or {"warmup": 0, "probe": 0, "coverage": round(self.recomputed_share, 6)},
             "bytes_loaded": dict(self.bytes_loaded),
             "declined_segments": self.declined,
             "late_segments": self.late,

@@ -12,7 +12,9 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_ext.errors import RequestError
+from sglang_ext.recompute.layerwise import LayerPlan, LayerwiseParams
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES, Allocation, SelectionParams
+from sglang_ext.recompute.strategies.registry import LAYERWISE_STRATEGIES
 
 KEY_PREFIX = "pic_"
 REASON_KEY = "__pic_reason"
@@ -20,9 +22,14 @@ REASON_KEY = "__pic_reason"
 DEFAULT_NAMESPACE = "default"
 MAX_NAME_LEN = 256
 MAX_BUDGET = 1 << 20
+MAX_LAYERS = 1024
 MAX_DOC_IDS = 64
 MAX_CHUNKS = 1024
 """Most chunks of a prompt: copying that many pieces of KV takes a tenth of a second on its own."""
+
+
+STRATEGIES = (*PRIOR_STRATEGIES, *LAYERWISE_STRATEGIES)
+"""Every name that `pic_strategy` takes."""
 
 
 class StorePolicy(StrEnum):
@@ -41,8 +48,9 @@ class RequestOptions:
         is_enabled: False computes exactly, with the same splitting and token ids.
         bounds: Token offsets of chunk starts, sorted and unique; None where text is split instead.
         delimiter: Text between chunks, removed before the model sees anything.
-        strategy: A name in `PRIOR_STRATEGIES`.
-        selection: Budget and shape of the recomputed tokens.
+        strategy: A name in `PRIOR_STRATEGIES` or `LAYERWISE_STRATEGIES`.
+        selection: Budget and shape of the recomputed tokens (prior strategies).
+        layerwise: Phases and coverage (layerwise strategies).
         namespace: Tenant; its chunks are invisible to other namespaces.
         doc_ids: Documents the stored chunks belong to.
         ttl_s: Seconds the stored chunks live; None for as long as they are not evicted.
@@ -58,6 +66,7 @@ class RequestOptions:
     delimiter: str | None = None
     strategy: str = "daric"
     selection: SelectionParams = field(default_factory=lambda: SelectionParams(n_avg=32))
+    layerwise: LayerwiseParams = field(default_factory=LayerwiseParams)
     namespace: str = DEFAULT_NAMESPACE
     doc_ids: tuple[str, ...] = ()
     ttl_s: float | None = None
@@ -89,13 +98,30 @@ def parse_options(
         raise RequestError(unknown[0], given[unknown[0]], f"one of {', '.join(sorted(_READERS))}")
     fields: dict[str, Any] = {}
     selection: dict[str, Any] = {}
+    layerwise: dict[str, Any] = {}
     for key, value in given.items():
         name, reader = _READERS[key]
-        target = selection if name in _SELECTION_FIELDS else fields
+        target = fields
+        if name in _SELECTION_FIELDS:
+            target = selection
+        elif name in _LAYERWISE_FIELDS:
+            target = layerwise
         target[name] = reader(key, value)
     if selection:
         fields["selection"] = replace(defaults.selection, **selection)
+    if layerwise:
+        fields["layerwise"] = replace(defaults.layerwise, **layerwise)
     return replace(defaults, **fields)
+
+
+def plan_layers(options: RequestOptions, num_layers: int) -> LayerPlan | None:
+    """The phases a request asks for; None for a prior strategy.
+
+    Raises:
+        RequestError: They do not fit a model of `num_layers`.
+    """
+    strategy = LAYERWISE_STRATEGIES.get(options.strategy)
+    return None if strategy is None else strategy.plan(options.layerwise, num_layers)
 
 
 def check_bounds(bounds: Sequence[int], num_tokens: int) -> None:
@@ -165,6 +191,14 @@ def _share(key: str, value: Any) -> float:
     return number
 
 
+def _coverage(key: str, value: Any) -> float:
+    expected = "a number from 0 to 1"
+    number = _number(key, value, expected)
+    if not 0.0 <= number <= 1.0:
+        raise RequestError(key, value, expected)
+    return number
+
+
 def _ttl(key: str, value: Any) -> float:
     expected = "a number of seconds above 0, at most 315360000"
     number = _number(key, value, expected)
@@ -215,16 +249,21 @@ def _alloc(key: str, value: Any) -> Allocation:
 
 
 _SELECTION_FIELDS = frozenset({"n_avg", "alloc", "alloc_ratio", "max_share"})
+_LAYERWISE_FIELDS = frozenset({"warmup", "probe", "coverage", "is_gradual"})
 
 _READERS: Mapping[str, tuple[str, Any]] = {
     "pic": ("is_enabled", _bool),
     "pic_bounds": ("bounds", _bounds),
     "pic_delimiter": ("delimiter", _name),
-    "pic_strategy": ("strategy", _choice(tuple(PRIOR_STRATEGIES))),
+    "pic_strategy": ("strategy", _choice(STRATEGIES)),
     "pic_n_avg": ("n_avg", _int_between(0, MAX_BUDGET)),
     "pic_alloc": ("alloc", _alloc),
     "pic_alloc_ratio": ("alloc_ratio", _ratio),
     "pic_max_share": ("max_share", _share),
+    "pic_warmup": ("warmup", _int_between(0, MAX_LAYERS)),
+    "pic_probe": ("probe", _int_between(0, MAX_LAYERS)),
+    "pic_coverage": ("coverage", _coverage),
+    "pic_gradual": ("is_gradual", _bool),
     "pic_namespace": ("namespace", _name),
     "pic_doc_ids": ("doc_ids", _names),
     "pic_ttl_s": ("ttl_s", _ttl),

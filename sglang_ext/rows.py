@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,25 @@ class Row:
     def num_tokens(self) -> int:
         """Tokens to compute."""
         return count_tokens(self.runs)
+
+
+class LayerPass(NamedTuple):
+    """A pass that is run layer by layer.
+
+    Attributes:
+        forward_batch: SGLang's; its `positions` and `out_cache_loc` say which tokens.
+        metadata: The attention backend's plan of it.
+        rows: Indices of the rows it holds parts of.
+    """
+
+    forward_batch: Any
+    metadata: Any
+    rows: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it computes."""
+        return int(self.forward_batch.input_ids.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +124,35 @@ class RowRunner:
             for (index, _), last in zip(part, ends, strict=True):
                 logits[index] = last
         return [row_logits for row_logits in logits if row_logits is not None]
+
+    def open(self, rows: Sequence[Row], batch: Any) -> list[LayerPass]:
+        """Prepare passes over every row's runs, to be run layer by layer.
+
+        Tokens stand in the order of rows and columns, over all passes together. Only for backends
+        that take packed rows.
+
+        Args:
+            rows: Independent of each other.
+            batch: The ScheduleBatch they belong to.
+        """
+        backend = self._runner.attn_backend
+        opened = []
+        for part in self._passes(rows):
+            own = [row for _, row in part]
+            sequences = [(row, row.req.kv.req_pool_idx, row.runs) for row in own]
+            forward_batch, columns = self._build(sequences, batch)
+            backend.pack_next(columns, [row.slots for row in own])
+            try:
+                backend.init_forward_metadata(forward_batch)
+            finally:
+                backend.unpack()
+            indices = tuple(index for index, _ in part)
+            opened.append(LayerPass(forward_batch, backend.metadata, indices))
+        return opened
+
+    def use(self, layer_pass: LayerPass) -> None:
+        """Make the backend attend as a prepared pass needs it."""
+        self._runner.attn_backend.metadata = layer_pass.metadata
 
     def _passes(self, rows: Sequence[Row]) -> Iterator[list[tuple[int, Row]]]:
         part: list[tuple[int, Row]] = []

@@ -21,12 +21,15 @@ from sglang_ext.chunk_index.cache import ChunkCache, LifeCycle
 from sglang_ext.chunk_index.commands import Clear, Invalidate
 from sglang_ext.chunk_index.identity import RootKey, model_id, owner_id, root_key
 from sglang_ext.config import ExtConfig
-from sglang_ext.errors import ExtError
+from sglang_ext.errors import ExtError, RequestError, UnsupportedSGLang
 from sglang_ext.extend import PicExecutor, active_task, deactivate, settle
 from sglang_ext.fingerprint import model_fingerprint
 from sglang_ext.kv_pool import KvPool, SegmentKV, layer_rope_of
+from sglang_ext.layers import layer_stack_of
+from sglang_ext.layerwise import LayerwiseExecutor
 from sglang_ext.metrics import Metrics
 from sglang_ext.recompute.planning import Chunk
+from sglang_ext.recompute.strategies.registry import LAYERWISE_STRATEGIES
 from sglang_ext.report import PicReport, Reason
 from sglang_ext.request import (
     DEFAULT_NAMESPACE,
@@ -35,6 +38,7 @@ from sglang_ext.request import (
     RequestOptions,
     is_given,
     parse_options,
+    plan_layers,
 )
 from sglang_ext.rows import Forward, PassLimits, RowRunner
 from sglang_ext.self_test import run_self_test
@@ -81,6 +85,8 @@ class PicRuntime:
         self._runner = scheduler.tp_worker.model_runner
         self._pending: Any = None
         self._off_reason: str | None = None
+        self._layerwise: LayerwiseExecutor | None = None
+        self._why_no_layers = ""
         self.metrics = Metrics.create(scheduler)
         self.tiers = Tiers(build_cache(config.index))
         self._has_loaded = Event()
@@ -114,11 +120,12 @@ class PicRuntime:
         rows = RowRunner(runner, _pass_limits(runner, scheduler))
         self._fingerprint = model_fingerprint(runner)
         self._model = model_id(self._fingerprint)
-        run_self_test(scheduler, rows, pool)
+        self._layerwise, self._why_no_layers = _layerwise_of(runner, rows)
+        run_self_test(scheduler, rows, pool, self._layerwise)
         self.tiers = start_tiers(self._config.index, pool, lambda: self._model)
         self.cache.when_loaded(self._has_loaded.set)
         self._executor = PicExecutor(
-            rows, pool, self.cache, runner.req_to_token_pool.req_to_token, now_ms
+            rows, pool, self.cache, runner.req_to_token_pool.req_to_token, now_ms, self._layerwise
         )
 
     def _announce(self) -> None:
@@ -131,12 +138,13 @@ class PicRuntime:
         index = self._config.index
         logger.info(
             "PIC is active: strategy=%s n_avg=%d segment_len=%d arena_mib=%d backend=%s "
-            "self_test=passed",
+            "layerwise=%s self_test=passed",
             self._config.defaults.strategy,
             self._config.defaults.selection.n_avg,
             index.segment_len,
             index.arena_bytes >> 20,
             backend,
+            self._why_no_layers or "on",
         )
 
     # Requests
@@ -182,15 +190,28 @@ class PicRuntime:
                 pool_root = self._root_of(self._config.index.pool, salt)
                 task.pool_chunks = self._cut(prompt, options, pool_root)
             report.num_chunks = len(task.chunks)
-            if len(task.chunks) < 2 and not self._helps_single(task):
+            if options.strategy in LAYERWISE_STRATEGIES:
+                reason = self._plan_layers(task)
+            if reason is None and len(task.chunks) < 2 and not self._helps_single(task):
                 reason = Reason.SINGLE_CHUNK
         if reason is not None:
-            report.fall_back(reason)
+            report.fall_back(reason, report.detail)
             return task
         task.selection = select_tokens(task.chunks, options)
         task.is_active = True
         task.prefetch = self.cache.prefetch(task.paths, now_ms())
         return task
+
+    def _plan_layers(self, task: PicTask) -> Reason | None:
+        """Give a task its phases; returns why it cannot have them."""
+        if self._layerwise is None:
+            return Reason.LAYERWISE
+        try:
+            task.layer_plan = plan_layers(task.options, self._layerwise.num_layers)
+        except RequestError as exc:
+            task.report.detail = str(exc)
+            return Reason.LAYERWISE_PLAN
+        return None
 
     def _manage(self, options: RequestOptions) -> None:
         """Remove what a request asks to be removed, before it finds or stores anything."""
@@ -373,6 +394,16 @@ def _log(rid: str, report: PicReport) -> None:
         report.recomputed_share,
         report.phase_ms.get("own", 0.0),
     )
+
+
+def _layerwise_of(runner: Any, rows: RowRunner) -> tuple[LayerwiseExecutor | None, str]:
+    """What runs a model layer by layer, or why nothing does."""
+    if not rows.limits.packs:
+        return None, "the attention backend does not take packed rows"
+    try:
+        return LayerwiseExecutor(runner, rows, layer_stack_of(runner.model)), ""
+    except UnsupportedSGLang as exc:
+        return None, str(exc)
 
 
 def _pass_limits(runner: Any, scheduler: Any) -> PassLimits:

@@ -18,6 +18,7 @@ from sglang_ext.chunk_index.identity import ChunkKey, RootKey
 from sglang_ext.chunk_index.prefetch import Prefetch
 from sglang_ext.chunk_index.spans import Span
 from sglang_ext.kv_pool import SegmentKV
+from sglang_ext.recompute.layerwise import LayerPlan
 from sglang_ext.recompute.planning import Chunk
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES
 from sglang_ext.report import PicReport
@@ -34,7 +35,8 @@ class PicTask:
         token_ids: `[prompt]` int64; empty for a request that PIC does not touch.
         chunks: The prompt's chunks with their index keys; empty likewise.
         pool_chunks: The same chunks with the keys they have in the shared pool; empty without one.
-        selection: Tokens that the strategy recomputes.
+        selection: Tokens that the strategy recomputes; empty for a layerwise one.
+        layer_plan: Phases of a layerwise strategy; None for a prior one.
         life: Whose the segments are that this request stores, and how long they live.
         prefetch: What is being loaded for it from lower tiers.
         is_active: PIC acts on this request; False leaves it to SGLang.
@@ -48,6 +50,7 @@ class PicTask:
     chunks: tuple[Chunk, ...] = ()
     pool_chunks: tuple[Chunk, ...] = ()
     selection: tuple[Span, ...] = ()
+    layer_plan: LayerPlan | None = None
     life: LifeCycle = field(default_factory=LifeCycle)
     prefetch: Prefetch[SegmentKV] | None = None
     is_active: bool = False
@@ -112,7 +115,9 @@ def cut_prompt(
 
 def select_tokens(chunks: tuple[Chunk, ...], options: RequestOptions) -> tuple[Span, ...]:
     """What the request's strategy recomputes, for the whole prompt."""
-    strategy = PRIOR_STRATEGIES[options.strategy]
+    strategy = PRIOR_STRATEGIES.get(options.strategy)
+    if strategy is None:
+        return ()  # a layerwise strategy chooses while it computes
     return strategy([chunk.span for chunk in chunks], options.selection)
 
 

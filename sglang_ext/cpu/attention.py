@@ -17,7 +17,7 @@ encoder-only layers are left to the parent class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +53,19 @@ class Row:
     columns: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The plan of one batch, for all layers.
+
+    Attributes:
+        rows: Its sequences.
+        masks: Masks made so far, by row, first query, window and dtype.
+    """
+
+    rows: tuple[Row, ...] = ()
+    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+
 class PicCpuAttnBackend(TorchNativeAttnBackend):
     """Attention backend `pic_cpu`; see the module's docstring."""
 
@@ -61,8 +74,8 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._next: tuple[Tensor, Sequence[Tensor]] | None = None
-        self._rows: list[Row] = []
-        self._masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = {}
+        self.metadata = Metadata()
+        """Plan of the current batch; `init_forward_metadata` makes it, and it may be put back."""
 
     def pack_next(self, columns: Tensor, tables: Sequence[Tensor]) -> None:
         """Say what the rows of the next extend are. Holds for one `init_forward_metadata`.
@@ -80,11 +93,10 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
         self._next = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Gather each row's slots once for all layers; forgets the previous batch."""
+        """Gather each row's slots once for all layers; a new plan takes the old one's place."""
         super().init_forward_metadata(forward_batch)
         columns, tables = self._next or (None, None)
         self._next = None
-        self._masks.clear()
         kv_lens = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             new_lens = [1] * len(kv_lens)
@@ -93,15 +105,16 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
         if tables is None:
             table = self.req_to_token_pool.req_to_token
             tables = [table[index] for index in forward_batch.req_pool_indices.tolist()]
-        self._rows = []
+        rows: list[Row] = []
         start = 0
         for slots, kv_len, new_len in zip(tables, kv_lens, new_lens, strict=True):
             end = start + new_len
             own = None if columns is None else columns[start:end]
             if own is not None and int(own[0]) == kv_len - new_len:
                 own = None  # ascending to the row's end: nothing is left out
-            self._rows.append(Row(start, end, slots[:kv_len].long(), own))
+            rows.append(Row(start, end, slots[:kv_len].long(), own))
             start = end
+        self.metadata = Metadata(tuple(rows))
 
     def forward_extend(
         self,
@@ -152,7 +165,7 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         window = layer.sliding_window_size
         window = window if window is not None and window > -1 else None
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(self.metadata.rows):
             self._attend(
                 index,
                 row,
@@ -193,9 +206,9 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
             own = columns[start:end]
             visible = int(own[-1]) + 1
             key = (index, start, window, q.dtype)
-            mask = self._masks.get(key)
+            mask = self.metadata.masks.get(key)
             if mask is None:
-                mask = self._masks[key] = _column_mask(own, visible, window, q.dtype)
+                mask = self.metadata.masks[key] = _column_mask(own, visible, window, q.dtype)
             block = scaled_dot_product_attention(
                 q[None, :, start:end],
                 k[None, :, :visible],

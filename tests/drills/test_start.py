@@ -31,6 +31,9 @@ MAX_START_S = 2.0
 NUM_STARTS = 20
 DISK_BYTES = 400 << 20
 LOG_RESOLUTION_S = 1.0
+SAME_WORK = 1.5
+"""How much longer the same start may take on a machine with other work; the test before has the
+bound itself, without a model in the way."""
 BEFORE_PIC, PIC_IS_UP = "Tree cache initialized", "PIC is active"
 """What a scheduler logs just before it builds the cache, and when that serves."""
 
@@ -123,7 +126,8 @@ def test_a_server_whose_redis_cannot_be_reached_starts_as_fast_and_serves(
     start_run: StartRun, served: Served, reference: Reference, hole: Hole, tmp_path: Path
 ) -> None:
     took_s = _pic_start_s(served.log_path.read_text(errors="replace"))
-    assert took_s <= _pic_start_s(reference.log) + MAX_START_S + LOG_RESOLUTION_S
+    alone_s = _pic_start_s(reference.log) * SAME_WORK
+    assert took_s <= alone_s + MAX_START_S + LOG_RESOLUTION_S
     with ExitStack() as stack, start_run("Redis black-holed at start", served) as run:
         with run.fault():
             run.more(22)

@@ -265,11 +265,11 @@ def test_packing_holds_for_one_batch() -> None:
 def test_packed_rows_bring_their_own_slots() -> None:
     setup = Setup()
     batch = setup.plan([Tokens((1, 9))], packs=True)
-    expected = [row.slots.clone() for row in setup.backend._rows]
+    expected = [row.slots.clone() for row in setup.backend.metadata.rows]
     setup.backend.pack_next(torch.tensor([1, 9]), expected)
     setup.tables.req_to_token.zero_()
     setup.backend.init_forward_metadata(batch)
-    assert torch.equal(setup.backend._rows[0].slots, expected[0])
+    assert torch.equal(setup.backend.metadata.rows[0].slots, expected[0])
 
 
 def test_packing_can_be_taken_back() -> None:

@@ -1,0 +1,1 @@
+"""Layerwise strategies, one to a file, and the registry of their names."""

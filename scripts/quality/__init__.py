@@ -1,0 +1,1 @@
+"""The quality lab: what recomputation regains of what reuse loses, in task scores."""
