@@ -24,12 +24,16 @@ class ExtConfig:
     Attributes:
         defaults: What a request gets for the keys it does not give.
         index: The chunk index's slice.
+        shadow_share: Share of the requests that are prefilled in full as well when idle, 0..1.
+        shadow_limit: Mean first-token KL from which a strategy steps back, nats.
         is_strict: Abort start-up when the self-test fails, instead of serving without PIC.
         allows_untested_sglang: Do not refuse an SGLang version outside the tested range.
     """
 
     defaults: RequestOptions = field(default_factory=RequestOptions)
     index: IndexConfig = field(default_factory=IndexConfig)
+    shadow_share: float = 0.0
+    shadow_limit: float = 0.5
     is_strict: bool = False
     allows_untested_sglang: bool = False
 
@@ -128,6 +132,21 @@ def _set_arena(config: ExtConfig, value: Any) -> ExtConfig:
     return replace(config, index=replace(config.index, arena_bytes=int(value * MIB)))
 
 
+def _set_shadow_share(config: ExtConfig, value: Any) -> ExtConfig:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise ConfigError(f"--pic-shadow-share: got {value!r}, expected a number from 0 to 1")
+    return replace(config, shadow_share=float(value))
+
+
+def _set_shadow_limit(config: ExtConfig, value: Any) -> ExtConfig:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 100:
+        expected = "a number of nats above 0, at most 100"
+        raise ConfigError(f"--pic-shadow-limit: got {value!r}, expected {expected}")
+    return replace(config, shadow_limit=float(value))
+
+
 def _set_verify(config: ExtConfig, value: Any) -> ExtConfig:
     if value not in ("always", "first", "never"):
         raise ConfigError(f"--pic-verify: got {value!r}, expected always, first or never")
@@ -203,6 +222,18 @@ _FLAGS: Mapping[str, _Flag] = {
     "--pic-verify": _Flag(
         "Compare checksums of chunk KV on every load, on the first (default) or never.",
         apply=_set_verify,
+    ),
+    "--pic-shadow-share": _Flag(
+        "Share of the requests that are prefilled in full as well when nobody waits, to see how "
+        "far off their answers are, 0 to 1 (default 0).",
+        float,
+        apply=_set_shadow_share,
+    ),
+    "--pic-shadow-limit": _Flag(
+        "Mean first-token KL to full prefill, in nats, from which a strategy steps back to twice "
+        "its budget, then to full prefill (default 0.5).",
+        float,
+        apply=_set_shadow_limit,
     ),
     "--pic-ttl-s": _Flag(
         "Seconds that stored chunks live when a request does not say (default: until evicted).",

@@ -17,6 +17,7 @@ from sglang_ext.chunk_index.tier import TierStats
 from sglang_ext.report import PicReport
 
 SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+KL_BUCKETS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -69,6 +70,26 @@ SPECS: Mapping[str, MetricSpec] = {
         "part of all.",
         ("phase",),
         SECONDS_BUCKETS,
+    ),
+    "shadow_checks": MetricSpec(
+        "Counter",
+        "sglang_pic_shadow_checks",
+        "Answers compared with a full prefill: the same first token, another, skipped for want of "
+        "room, dropped since too many waited.",
+        ("strategy", "result"),
+    ),
+    "shadow_kl": MetricSpec(
+        "Histogram",
+        "sglang_pic_shadow_kl",
+        "First-token KL of checked answers to full prefill, nats.",
+        ("strategy",),
+        KL_BUCKETS,
+    ),
+    "level": MetricSpec(
+        "Gauge",
+        "sglang_pic_strategy_level",
+        "0 as asked, 1 with twice the budget, 2 full prefill, after shadow checks.",
+        ("strategy",),
     ),
     "segments": MetricSpec(
         "Counter", "sglang_pic_segments", "Segments looked up, by result.", ("tier", "result")
@@ -201,6 +222,20 @@ class Metrics:
             self._of("loaded", tier=tier).inc(num_bytes)
         self._of("left", why="declined").inc(report.declined)
         self._of("left", why="late").inc(report.late)
+
+    def count_shadow(self, strategy: str, result: str, divergence: float | None = None) -> None:
+        """Count a shadow check; `divergence` in nats."""
+        if not self._collectors:
+            return
+        self._of("shadow_checks", strategy=strategy, result=result).inc()
+        if divergence is not None:
+            self._of("shadow_kl", strategy=strategy).observe(divergence)
+
+    def set_levels(self, levels: Mapping[str, int]) -> None:
+        """Say at which level each strategy is."""
+        if self._collectors:
+            for strategy, level in levels.items():
+                self._of("level", strategy=strategy).set(level)
 
     def observe(self, stats: CacheStats, link: LinkStats | None = None) -> None:
         """Bring gauges and counters to the cache's totals, and to those of the way to Redis."""

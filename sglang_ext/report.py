@@ -26,6 +26,7 @@ class Reason(StrEnum):
     SESSION = "session"
     MULTIMODAL = "multimodal"
     INPUT_EMBEDS = "input_embeds"
+    DIVERGED = "diverged"
     LAYERWISE = "layerwise_unsupported"
     LAYERWISE_PLAN = "layerwise_plan"
     INPUT_LOGPROBS = "input_logprobs"
@@ -72,6 +73,7 @@ class PicReport:
             there.
         declined: Cached segments of lower tiers that are faster computed than loaded.
         late: Payloads that did not come before waiting any longer had cost more than computing.
+        level: 0 if served as asked; 1 with twice the budget, 2 in full, after shadow checks.
         phase_ms: Milliseconds in the scheduler process: `load`, waiting for lower tiers, `lookup`
             of the index and planning, `misses` computed alone, `place`, `warmup`, `probe` and
             `patch` in context; and
@@ -95,6 +97,7 @@ class PicReport:
     bytes_loaded: dict[str, int] = field(default_factory=lambda: {"host": 0})
     declined: int = 0
     late: int = 0
+    level: int = 0
     phase_ms: dict[str, float] = field(default_factory=dict)
 
     def fall_back(self, reason: Reason, detail: str | None = None) -> None:
@@ -133,6 +136,7 @@ class PicReport:
             "recomputed_share": round(self.recomputed_share, 6),
             "plan": self.plan
             or {"warmup": 0, "probe": 0, "coverage": round(self.recomputed_share, 6)},
+            "level": self.level,
             "bytes_loaded": dict(self.bytes_loaded),
             "declined_segments": self.declined,
             "late_segments": self.late,

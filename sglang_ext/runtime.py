@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import lru_cache, wraps
 from threading import Event
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from sglang_ext import compat
+from sglang_ext.borrowed import borrowed_batch
 from sglang_ext.chunk_index.cache import ChunkCache, LifeCycle
 from sglang_ext.chunk_index.commands import Clear, Invalidate
 from sglang_ext.chunk_index.identity import RootKey, model_id, owner_id, root_key
@@ -24,6 +27,7 @@ from sglang_ext.config import ExtConfig
 from sglang_ext.errors import ExtError, RequestError, UnsupportedSGLang
 from sglang_ext.extend import PicExecutor, active_task, deactivate, settle
 from sglang_ext.fingerprint import model_fingerprint
+from sglang_ext.guard import FULL_LEVEL, Guard, at_level
 from sglang_ext.kv_pool import KvPool, SegmentKV, layer_rope_of
 from sglang_ext.layers import layer_stack_of
 from sglang_ext.layerwise import LayerwiseExecutor
@@ -42,6 +46,7 @@ from sglang_ext.request import (
 )
 from sglang_ext.rows import Forward, PassLimits, RowRunner
 from sglang_ext.self_test import run_self_test
+from sglang_ext.shadow import ShadowChecks
 from sglang_ext.support import request_blocker
 from sglang_ext.task import PicTask, cut_prompt, select_tokens
 from sglang_ext.tiers import Tiers, build_cache, start_tiers
@@ -88,6 +93,11 @@ class PicRuntime:
         self._layerwise: LayerwiseExecutor | None = None
         self._why_no_layers = ""
         self.metrics = Metrics.create(scheduler)
+        self._scheduler = scheduler
+        self._guard = Guard(config.shadow_limit)
+        self._shadow = ShadowChecks(
+            config.shadow_share, self._guard, self._full_logits, self.metrics
+        )
         self.tiers = Tiers(build_cache(config.index))
         self._has_loaded = Event()
         self._observed_s = 0.0
@@ -175,12 +185,16 @@ class PicRuntime:
 
     def _make_task(self, recv_req: Any) -> PicTask:
         custom_params = recv_req.sampling_params.custom_params
-        options = parse_options(custom_params, self._config.defaults)
+        asked = parse_options(custom_params, self._config.defaults)
+        level = self._guard.level(asked.strategy, now_ms())
+        options = at_level(asked, level) if level < FULL_LEVEL else asked
         prompt = np.asarray(recv_req.input_ids, dtype=np.int64)
-        report = PicReport(options.strategy, prompt_tokens=len(prompt))
+        report = PicReport(asked.strategy, prompt_tokens=len(prompt), level=level)
         task = PicTask(options, report, prompt, is_given=is_given(custom_params))
         self._manage(options)
         reason = self._why_full(options, recv_req)
+        if reason is None and level == FULL_LEVEL:
+            reason = Reason.DIVERGED
         if reason is None:
             salt = "\0".join((recv_req.cache_salt or "", recv_req.extra_key or ""))
             root = self._root_of(options.namespace, salt)
@@ -199,6 +213,7 @@ class PicRuntime:
             return task
         task.selection = select_tokens(task.chunks, options)
         task.is_active = True
+        report.bytes_loaded.update({lower.tier.name: 0 for lower in self.cache.lower})
         task.prefetch = self.cache.prefetch(task.paths, now_ms())
         return task
 
@@ -281,8 +296,11 @@ class PicRuntime:
             report.bytes_loaded[lower.tier.name] = prefetch.num_bytes[index]
         return False
 
-    def idle(self, waiting: Iterable[Any]) -> None:
-        """Bring metrics up to date; sleep a moment if there is only a load to wait for."""
+    def idle(self, waiting: Collection[Any]) -> None:
+        """Bring metrics up to date; sleep a moment if there is only a load to wait for.
+
+        With nothing to wait for, one waiting shadow check is made.
+        """
         now_s = time.monotonic()
         if now_s >= self._observed_s + OBSERVE_S:
             self._observed_s = now_s
@@ -290,6 +308,22 @@ class PicRuntime:
         if any(self.is_waiting(req) for req in waiting):
             self._has_loaded.wait(WAIT_S)
             self._has_loaded.clear()
+        elif not waiting:
+            self._check_shadow()
+
+    @_never_raises
+    def _check_shadow(self) -> None:
+        self._shadow.check_one(now_ms())
+
+    def _full_logits(self, token_ids: npt.NDArray[np.int64]) -> Tensor | None:
+        """`[vocab]` of a prompt's last token by full prefill; None if it has no room now."""
+        scheduler = self._scheduler
+        if scheduler.token_to_kv_pool_allocator.available_size() <= len(token_ids):
+            return None
+        with torch.inference_mode(), borrowed_batch(scheduler, token_ids) as (batch, _):
+            logits = self._executor.run_full(batch, self._runner.forward)[0].float().cpu()
+        self._runner.shared_read_done_event = None
+        return logits
 
     def _observe(self) -> None:
         self.metrics.observe(self.cache.stats(), self.tiers.link_stats)
@@ -344,7 +378,18 @@ class PicRuntime:
                 return forward(forward_batch)
         finally:
             self._runner.shared_read_done_event = None
+        self._offer_to_shadow(batch, logits)
         return compat.new_forward_output(logits)
+
+    @_never_raises
+    def _offer_to_shadow(self, batch: Any, logits: Tensor) -> None:
+        if not self._config.shadow_share:
+            return
+        for index, req in enumerate(batch.reqs):
+            task = active_task(req)
+            if task is not None and not req.output_ids:
+                report = task.report
+                self._shadow.offer(report.strategy, report.level, task.token_ids, logits[index])
 
     def _run_full(self, batch: Any, forward: Forward) -> Any:
         """Logits of a batch that PIC failed on, None if our passes fail as well."""

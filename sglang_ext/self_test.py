@@ -14,15 +14,13 @@ slots borrowed from the allocator, and gives everything back.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_ext.borrowed import borrowed_batch
 from sglang_ext.chunk_index.spans import Span
 from sglang_ext.errors import SelfTestFailed
 from sglang_ext.kv_pool import KvPool, Piece, SegmentKV
@@ -67,7 +65,7 @@ def run_self_test(
     token_ids = generator.integers(1, vocab, NUM_TOKENS, dtype=np.int64)
     runner = scheduler.tp_worker.model_runner
     is_dummy = str(scheduler.server_args.load_format) == "dummy"
-    with torch.inference_mode(), _borrowed_batch(scheduler, token_ids) as (batch, slots):
+    with torch.inference_mode(), borrowed_batch(scheduler, token_ids) as (batch, slots):
         test = _SelfTest(rows, pool, batch, slots, token_ids, runner.forward)
         test.check_rows(has_stale_control=not is_dummy)
         if layerwise is not None:
@@ -209,37 +207,3 @@ def _fail(claim: str, distance: float, expected: str) -> None:
     raise SelfTestFailed(
         f"self-test: {claim}: relative distance {distance:.4g}, expected {expected}"
     )
-
-
-@contextmanager
-def _borrowed_batch(
-    scheduler: Any, token_ids: np.ndarray[Any, np.dtype[np.int64]]
-) -> Iterator[tuple[Any, Tensor]]:
-    """An extend batch of one made-up request with slots of its own; given back at the end."""
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.common import release_kv_cache
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    params = SamplingParams(max_new_tokens=1, temperature=0.0)
-    params.normalize(None)
-    vocab = scheduler.model_config.vocab_size
-    req = Req("pic-self-test", "", array("q", token_ids.tolist()), params, vocab_size=vocab)
-    req.skip_radix_cache_insert = True
-    req.init_next_round_input(scheduler.tree_cache)
-    req.extend_end = len(token_ids)
-    req.lock = scheduler.tree_cache.lock(req.last_node)
-    batch = ScheduleBatch.init_new(
-        [req],
-        scheduler.req_to_token_pool,
-        scheduler.token_to_kv_pool_allocator,
-        scheduler.tree_cache,
-        scheduler.model_config,
-        scheduler.enable_overlap,
-        scheduler.spec_algorithm,
-    )
-    batch.prepare_for_extend()
-    try:
-        table = scheduler.req_to_token_pool.req_to_token
-        yield batch, table[req.kv.req_pool_idx, : len(token_ids)].long()
-    finally:
-        release_kv_cache(req, scheduler.tree_cache, checkpoint=False)

@@ -30,6 +30,7 @@ def filled() -> PicReport:
         bytes_loaded={"host": 4096, "disk": 512},
         declined=2,
         late=1,
+        level=1,
         phase_ms={"lookup": 0.12345, "patch": 7.0},
     )
 
@@ -49,6 +50,7 @@ def test_the_dict_says_everything_under_its_published_name() -> None:
         "selected_tokens": 25,
         "recomputed_share": 0.333333,
         "plan": {"warmup": 0, "probe": 0, "coverage": 0.333333},
+        "level": 1,
         "bytes_loaded": {"host": 4096, "disk": 512},
         "declined_segments": 2,
         "late_segments": 1,
