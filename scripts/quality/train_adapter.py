@@ -305,7 +305,7 @@ def train(
     losses: list[Tensor] = []
     model.train()
     batch = next(batches)  # the clock starts when there are examples
-    began_s, steps, num_tokens = time.monotonic(), 0, 0
+    began_s, steps, num_tokens, waited_s = time.monotonic(), 0, 0, 0.0
     while (progress := (time.monotonic() - began_s) / 60 / training.minutes) < 1:
         shown_progress.value = progress
         rate_now = training.learning_rate * min(1.0, (steps + 1) / WARMUP_STEPS)
@@ -320,7 +320,9 @@ def train(
             losses.append(loss.detach())
             num_examples += own
             num_tokens += batch.ids.numel()
+            asked_s = time.monotonic()
             batch = next(batches)
+            waited_s += time.monotonic() - asked_s
         for change in changes:
             change.take_gradient()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -332,7 +334,10 @@ def train(
             mean = float(torch.stack(losses).float().mean())
             losses = []
             elapsed_s = time.monotonic() - began_s
-            say(f"step {steps} {elapsed_s:.0f} s {num_tokens / 1e6:.1f} M tokens loss {mean:.4f}")
+            say(
+                f"step {steps} {elapsed_s:.0f} s, {waited_s:.0f} s of it waiting for examples, "
+                f"{num_tokens / 1e6:.1f} M tokens, loss {mean:.4f}"
+            )
     return steps
 
 
