@@ -200,15 +200,16 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
             return
         columns, block_len = row.columns, SCATTERED_BLOCK
         if columns is None:
-            columns, block_len = torch.arange(kv_len - new, kv_len), CONTIGUOUS_BLOCK
+            columns = torch.arange(kv_len - new, kv_len, device=q.device)
+            block_len = CONTIGUOUS_BLOCK
         for start in range(0, new, block_len):
             end = min(start + block_len, new)
-            own = columns[start:end]
-            visible = int(own[-1]) + 1
             key = (index, start, window, q.dtype)
             mask = self.metadata.masks.get(key)
             if mask is None:
-                mask = self.metadata.masks[key] = _column_mask(own, visible, window, q.dtype)
+                mask = _column_mask(columns[start:end], window, q.dtype)
+                self.metadata.masks[key] = mask
+            visible = mask.shape[1]
             block = scaled_dot_product_attention(
                 q[None, :, start:end],
                 k[None, :, :visible],
@@ -220,13 +221,15 @@ class PicCpuAttnBackend(TorchNativeAttnBackend):
             out[start:end].copy_(block[0].transpose(0, 1))
 
 
-def _column_mask(own: Tensor, visible: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """`[len(own), visible]`, 0 where a query may look and -inf elsewhere."""
-    columns = torch.arange(visible)
+def _column_mask(own: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """`[len(own), last column + 1]`, 0 where a query may look and -inf elsewhere."""
+    columns = torch.arange(int(own[-1]) + 1, device=own.device)
     hidden = columns > own.unsqueeze(1)
     if window is not None:
         hidden |= columns < (own - window).unsqueeze(1)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device=own.device).masked_fill_(
+        hidden, float("-inf")
+    )
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
