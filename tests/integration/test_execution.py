@@ -653,9 +653,9 @@ def test_requests_that_need_every_prompt_token_wait_for_a_batch_of_their_own(
 
 def test_the_self_test_passes_on_this_model(harness: Harness) -> None:
     rows = harness.runtime._executor._rows
-    run_self_test(harness.scheduler, rows, harness.pool)
+    run_self_test(harness.scheduler, rows, harness.pool, harness.runtime._layerwise)
     with harness.limits(packs=False, max_rows=3):
-        run_self_test(harness.scheduler, rows, harness.pool)
+        run_self_test(harness.scheduler, rows, harness.pool, None)
 
 
 def test_the_self_test_sees_keys_one_position_off(
@@ -668,7 +668,7 @@ def test_the_self_test_sees_keys_one_position_off(
 
     monkeypatch.setattr(harness.pool, "place", place_one_off)
     with pytest.raises(SelfTestFailed, match="re-encoded keys"):
-        run_self_test(harness.scheduler, harness.runtime._executor._rows, harness.pool)
+        run_self_test(harness.scheduler, harness.runtime._executor._rows, harness.pool, None)
 
 
 def test_the_self_test_sees_a_skipped_run(
@@ -684,4 +684,20 @@ def test_the_self_test_sees_a_skipped_run(
 
     monkeypatch.setattr(rows, "_split", skip_second)
     with pytest.raises(SelfTestFailed, match="every run"):
-        run_self_test(harness.scheduler, rows, harness.pool)
+        run_self_test(harness.scheduler, rows, harness.pool, None)
+
+
+def test_the_self_test_sees_a_strategy_whose_tokens_are_not_computed(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second layer writes nothing, which only running layer by layer can go wrong in."""
+    layerwise = harness.runtime._layerwise
+    run = layerwise._stack.run
+
+    def skip_every_second(layer: int, hidden: Any, forward_batch: Any) -> Any:
+        return run(layer, hidden, forward_batch) if layer % 2 else hidden
+
+    monkeypatch.setattr(layerwise._stack, "run", skip_every_second)
+    rows = harness.runtime._executor._rows
+    with pytest.raises(SelfTestFailed, match="layers with tokens chosen by"):
+        run_self_test(harness.scheduler, rows, harness.pool, layerwise)
