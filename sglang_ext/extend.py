@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -143,13 +143,14 @@ class PicExecutor:
     def _run_layerwise(
         self,
         jobs: Sequence[_Job],
-        rows: Sequence[Row],
+        rows: list[Row],
         batch: Any,
         logits: dict[int, Tensor],
     ) -> float:
         """Run the jobs whose tokens are chosen layer by layer, those of equal phases together.
 
-        Adds each job's logits by its index and fills in its report; returns milliseconds.
+        Adds each job's logits by its index and fills in its report; returns milliseconds. Jobs
+        that cannot be run so get a row that computes them in full.
         """
         groups: dict[Hashable, list[tuple[int, LayerJob]]] = {}
         for index, (job, row) in enumerate(zip(jobs, rows, strict=True)):
@@ -162,7 +163,14 @@ class PicExecutor:
         assert self._layerwise is not None, "tasks get phases where layers can be run"
         started = time.perf_counter()
         for members in groups.values():
-            results = self._layerwise.run([layer_job for _, layer_job in members], batch)
+            try:
+                results = self._layerwise.run([layer_job for _, layer_job in members], batch)
+            except Exception as exc:
+                logger.exception("pic fallback=%s in layers", Reason.ERROR.value)
+                for index, _ in members:
+                    deactivate(jobs[index].req, Reason.ERROR, f"{type(exc).__name__}: {exc}")
+                    rows[index] = replace(rows[index], runs=jobs[index].full_runs)
+                continue
             for (index, layer_job), result in zip(members, results, strict=True):
                 logits[index] = result.logits
                 _finish_layerwise(jobs[index], layer_job, result, self._layerwise.num_layers)

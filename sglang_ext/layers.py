@@ -88,7 +88,7 @@ class BoundaryStack:
         """See `LayerStack`."""
         stream = compat.open_residual(hidden.output, hidden.residual, forward_batch)
         normed = compat.final_norm(stream, forward_batch, self._model.model.norm)
-        return _logits(self._model, normed, forward_batch)
+        return _logits(self._model, self._model.lm_head, normed, forward_batch)
 
 
 class GemmaStack:
@@ -124,7 +124,8 @@ class GemmaStack:
     def logits(self, hidden: Hidden, forward_batch: Any) -> Tensor:
         """See `LayerStack`."""
         normed, _ = self._model.model.norm(hidden.output, hidden.residual)
-        return _logits(self._model, normed, forward_batch)
+        # SGLang's Gemma3 has tied weights, and loads no others.
+        return _logits(self._model, self._model.model.embed_tokens, normed, forward_batch)
 
 
 STACKS: Mapping[str, Callable[[Any], LayerStack]] = MappingProxyType(
@@ -201,7 +202,7 @@ class ObservedBackend:
             self.before = self.after = None
 
 
-def _logits(model: Any, normed: Tensor, forward_batch: Any) -> Tensor:
-    output = model.logits_processor(forward_batch.input_ids, normed, model.lm_head, forward_batch)
+def _logits(model: Any, head: Any, normed: Tensor, forward_batch: Any) -> Tensor:
+    output = model.logits_processor(forward_batch.input_ids, normed, head, forward_batch)
     logits: Tensor = output.next_token_logits
     return logits

@@ -235,6 +235,11 @@ class _Run:
         started = time.perf_counter()
         hidden, chosen = self._probe(everything, hidden)
         self._took("probe", started)
+        if (
+            plan.first_patched == num_layers
+        ):  # the Probe was the last to compute, and it computed all
+            assert hidden is not None
+            return self._results(everything.logits(hidden), [(0, self._candidates)])
         started = time.perf_counter()
         results = self._patch(everything, hidden, chosen)
         self._took("patch", started)
@@ -299,7 +304,8 @@ class _Run:
         stages: list[tuple[int, list[Columns]]] = []
         layers_so_far = 0
         for layer in range(plan.first_patched, num_layers):
-            narrows = layer - plan.first_patched < len(plan.filters)
+            has_filter = layer - plan.first_patched < len(plan.filters)
+            narrows = has_filter and layer + 1 < num_layers
             layers_so_far += 1
             if not narrows:
                 hidden = phase.run_layer(layer, hidden)

@@ -94,7 +94,7 @@ def _gemma3() -> Any:
 
     sliding, full = "sliding_attention", "full_attention"
     return Gemma3TextConfig(
-        **_SIZES,
+        **_SIZES,  # untied: SGLang ties the weights of every Gemma 3, whatever its config says
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
@@ -262,6 +262,15 @@ class _Observer:
                 name: self._describe(name, answer, columns, reuse)
                 for name, (answer, columns) in chosen.items()
             },
+            "last_layers": {
+                "all_probed": self._ask_twice(pic_warmup=2, pic_probe=depth - 2, pic_coverage=0.1),
+                "narrowed": self._ask_twice(
+                    pic_warmup=1, pic_probe=depth - 2, pic_coverage=0.5, pic_gradual=True
+                ),
+                "not_narrowed": self._ask_twice(
+                    pic_warmup=1, pic_probe=depth - 2, pic_coverage=0.65, pic_gradual=True
+                ),
+            },
             "chosen": {name: columns.tolist() for name, (_, columns) in chosen.items()},
             "expected": {
                 "cacheblend": self._by_deviation(plain, reuse, 1, 2),
@@ -272,12 +281,17 @@ class _Observer:
 
     def _ask(self, strategy: str, **more: Any) -> Any:
         self._harness.flush_tree()
-        answer = self._harness.ask(
-            self._ids, {**self._params, "pic_strategy": strategy, **more}
-        )
+        answer = self._harness.ask(self._ids, {**self._params, "pic_strategy": strategy, **more})
         if answer.report["fallback"] is not None:
             raise AssertionError(f"{strategy} {more}: {answer.report}")
         return answer
+
+    def _ask_twice(self, **params: Any) -> dict[str, Any]:
+        """A report of kvdev, its distance, and what a plain request finds in the tree then."""
+        answer = self._ask("kvdev", **params)
+        again = self._harness.ask(self._ids, {"pic": False})
+        cached = again.cached_tokens
+        return {"report": answer.report, "far": self._far(answer), "cached": cached}
 
     def _ask_some(self, name: str) -> tuple[Any, Any]:
         """An answer with some tokens chosen, and their columns."""
@@ -333,8 +347,6 @@ class _Observer:
 
     def _describe(self, name: str, answer: Any, columns: Any, reuse: Any) -> dict[str, Any]:
         first = FIRST_PATCHED[name]
-        warm = self._harness.runtime._executor and answer.report["plan"]["warmup"]
-        warm = first if answer.report["plan"]["signal"] == "kvdev" else warm
         context = range(self._first, self._query)
         kept = torch.tensor(sorted(set(context) - set(columns.tolist())))
         moved = answer.kv[first:, :, columns] - reuse.kv[first:, :, columns]
@@ -347,7 +359,7 @@ class _Observer:
             ),
             "chosen": len(columns),
             "chosen_moved": num_moved,
-            "warm_layers": distance(answer.kv[:warm], self._plain.kv[:warm]) if warm else 0.0,
+            "warm_layers": distance(answer.kv[:first], self._plain.kv[:first]) if first else 0.0,
         }
 
     def _by_deviation(self, plain: Any, reuse: Any, first: int, end: int) -> list[int]:
@@ -383,5 +395,3 @@ class _Observer:
         count = -(-int(COVERAGE * 1000) * len(scores) // 1000)
         top = scores.argsort(descending=True)[:count] + self._first
         return sorted(top.tolist())
-
-

@@ -10,15 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.errors import RequestError
+from sglang_ext.recompute.layerwise import LayerPlan, LayerwiseParams, ProbeRows, Signal
 from sglang_ext.recompute.selection import PRIOR_STRATEGIES, Allocation, SelectionParams
+from sglang_ext.recompute.strategies.registry import LAYERWISE_STRATEGIES
 from sglang_ext.request import (
     MAX_BUDGET,
+    MAX_LAYERS,
     MAX_NAME_LEN,
+    STRATEGIES,
     RequestOptions,
     StorePolicy,
     check_bounds,
     is_given,
     parse_options,
+    plan_layers,
 )
 
 DEFAULTS = RequestOptions()
@@ -28,6 +33,7 @@ OTHER_DEFAULTS = RequestOptions(
     delimiter="##",
     strategy="epic",
     selection=SelectionParams(n_avg=7, alloc=Allocation.LOG, alloc_ratio=0.5, max_share=0.75),
+    layerwise=LayerwiseParams(warmup=3, probe=4, coverage=0.25, is_gradual=True),
     namespace="tenant",
     ttl_s=9.0,
     store=StorePolicy.ALL,
@@ -42,6 +48,10 @@ KEYS = (
     "pic_alloc",
     "pic_alloc_ratio",
     "pic_max_share",
+    "pic_warmup",
+    "pic_probe",
+    "pic_coverage",
+    "pic_gradual",
     "pic_namespace",
     "pic_doc_ids",
     "pic_ttl_s",
@@ -62,13 +72,22 @@ ACCEPTED: list[tuple[str, Any, str, Any]] = [
     ("pic_bounds", (3, 4), "bounds", (3, 4)),
     ("pic_delimiter", "#", "delimiter", "#"),
     ("pic_delimiter", "x" * MAX_NAME_LEN, "delimiter", "x" * MAX_NAME_LEN),
-    *[("pic_strategy", name, "strategy", name) for name in ("daric", "epic", "reuse", "full")],
+    *[("pic_strategy", name, "strategy", name) for name in STRATEGIES],
     ("pic_n_avg", 0, "selection.n_avg", 0),
     ("pic_n_avg", MAX_BUDGET, "selection.n_avg", MAX_BUDGET),
     *[("pic_alloc", alloc.value, "selection.alloc", alloc) for alloc in Allocation],
     ("pic_alloc_ratio", 0.999, "selection.alloc_ratio", 0.999),
     ("pic_max_share", 1, "selection.max_share", 1.0),
     ("pic_max_share", 1e-9, "selection.max_share", 1e-9),
+    ("pic_warmup", 0, "layerwise.warmup", 0),
+    ("pic_warmup", MAX_LAYERS, "layerwise.warmup", MAX_LAYERS),
+    ("pic_probe", 0, "layerwise.probe", 0),
+    ("pic_probe", MAX_LAYERS, "layerwise.probe", MAX_LAYERS),
+    ("pic_coverage", 0, "layerwise.coverage", 0.0),
+    ("pic_coverage", 1, "layerwise.coverage", 1.0),
+    ("pic_coverage", 0.05, "layerwise.coverage", 0.05),
+    ("pic_gradual", True, "layerwise.is_gradual", True),
+    ("pic_gradual", False, "layerwise.is_gradual", False),
     ("pic_namespace", "é" * MAX_NAME_LEN, "namespace", "é" * MAX_NAME_LEN),
     ("pic_doc_ids", [], "doc_ids", ()),
     ("pic_doc_ids", ["a", "b"], "doc_ids", ("a", "b")),
@@ -124,6 +143,19 @@ REFUSED: list[tuple[str, Any]] = [
     ("pic_max_share", float("inf")),
     ("pic_max_share", 10**400),
     ("pic_max_share", True),
+    *[(key, -1) for key in ("pic_warmup", "pic_probe")],
+    *[(key, MAX_LAYERS + 1) for key in ("pic_warmup", "pic_probe")],
+    *[(key, 2.0) for key in ("pic_warmup", "pic_probe")],
+    *[(key, "2") for key in ("pic_warmup", "pic_probe")],
+    *[(key, True) for key in ("pic_warmup", "pic_probe", "pic_coverage")],
+    ("pic_coverage", -0.01),
+    ("pic_coverage", 1.01),
+    ("pic_coverage", float("nan")),
+    ("pic_coverage", float("inf")),
+    ("pic_coverage", 10**400),
+    ("pic_coverage", "0.5"),
+    ("pic_gradual", 1),
+    ("pic_gradual", "true"),
     ("pic_namespace", ""),
     ("pic_namespace", "x" * (MAX_NAME_LEN + 1)),
     ("pic_namespace", 1),
@@ -149,11 +181,15 @@ EXPECTED_WORDS = {
     "pic": "true or false",
     "pic_bounds": "sorted, unique and not negative",
     "pic_delimiter": f"1 to {MAX_NAME_LEN} characters",
-    "pic_strategy": "one of daric, epic, reuse, full",
+    "pic_strategy": "one of daric, epic, reuse, full, kvdev, qci, cacheblend, prophetkv, fusionrag",
     "pic_n_avg": f"an integer from 0 to {MAX_BUDGET}",
     "pic_alloc": "one of linear, log, exp",
     "pic_alloc_ratio": "above 0 and below 1",
     "pic_max_share": "above 0 and at most 1",
+    "pic_warmup": f"an integer from 0 to {MAX_LAYERS}",
+    "pic_probe": f"an integer from 0 to {MAX_LAYERS}",
+    "pic_coverage": "a number from 0 to 1",
+    "pic_gradual": "true or false",
     "pic_namespace": f"1 to {MAX_NAME_LEN} characters",
     "pic_ttl_s": "seconds above 0",
     "pic_store": "one of chunks, all, none",
@@ -181,10 +217,8 @@ def test_a_key_changes_its_own_field_and_no_other(
     assert type(got) is type(expected)
     owner, _, name = field.rpartition(".")
     if owner:
-        restored = replace(
-            options,
-            selection=replace(options.selection, **{name: getattr(defaults.selection, name)}),
-        )
+        default = getattr(getattr(defaults, owner), name)
+        restored = replace(options, **{owner: replace(getattr(options, owner), **{name: default})})
     else:
         restored = replace(options, **{name: getattr(defaults, name)})
     assert restored == defaults
@@ -243,7 +277,8 @@ def test_naming_any_key_is_mentioning_pic(key: str) -> None:
 
 
 def test_every_strategy_of_recompute_can_be_asked_for() -> None:
-    for name in PRIOR_STRATEGIES:
+    assert set(STRATEGIES) == {*PRIOR_STRATEGIES, *LAYERWISE_STRATEGIES}
+    for name in STRATEGIES:
         assert parse_options({"pic_strategy": name}, DEFAULTS).strategy == name
 
 
@@ -251,6 +286,37 @@ def test_parsing_does_not_modify_the_mapping() -> None:
     custom = {"pic_bounds": [0, 2], "pic_doc_ids": ["a"], "other": 1}
     parse_options(custom, DEFAULTS)
     assert custom == {"pic_bounds": [0, 2], "pic_doc_ids": ["a"], "other": 1}
+
+
+# Phases against a model
+
+
+def test_layers_are_planned_by_the_strategy_a_request_names() -> None:
+    custom = {"pic_strategy": "kvdev", "pic_warmup": 3, "pic_coverage": 0.5, "pic_gradual": True}
+    plan = plan_layers(parse_options(custom, DEFAULTS), num_layers=12)
+    assert plan is not None
+    assert (plan.signal, plan.rows) == (Signal.KV_DEVIATION, ProbeRows.ALL)
+    assert (plan.warmup, plan.probe, plan.coverage) == (3, 2, 0.5)
+    assert plan.filters == pytest.approx((0.8, 0.7, 0.6))
+
+
+def test_what_a_request_does_not_say_is_the_servers_choice_and_then_the_strategys() -> None:
+    servers = replace(DEFAULTS, layerwise=LayerwiseParams(probe=3))
+    plan = plan_layers(parse_options({"pic_strategy": "qci", "pic_warmup": 2}, servers), 12)
+    assert plan == LayerPlan(Signal.QUERY_IMPORTANCE, ProbeRows.QUERY, 2, 3, 0.15)
+
+
+@pytest.mark.parametrize("name", PRIOR_STRATEGIES)
+def test_a_prior_strategy_has_no_phases_whatever_a_request_says_of_them(name: str) -> None:
+    custom = {"pic_strategy": name, "pic_warmup": MAX_LAYERS, "pic_probe": MAX_LAYERS}
+    assert plan_layers(parse_options(custom, DEFAULTS), num_layers=2) is None
+
+
+@pytest.mark.parametrize("name", LAYERWISE_STRATEGIES)
+def test_phases_that_do_not_fit_a_model_are_refused_by_their_key(name: str) -> None:
+    custom = {"pic_strategy": name, "pic_warmup": 13, "pic_probe": 0}
+    with pytest.raises(RequestError, match=r"^pic_warmup: got 13, expected 0 to 12 layers"):
+        plan_layers(parse_options(custom, DEFAULTS), num_layers=12)
 
 
 # Bounds against a prompt: 0 <= b < num_tokens
@@ -292,6 +358,8 @@ def test_any_json_is_either_read_or_refused_by_a_key_that_was_given(given: dict[
     assert options.bounds is None or sorted(set(options.bounds)) == list(options.bounds)
     assert 0 <= options.selection.n_avg <= MAX_BUDGET
     assert 0 < options.selection.max_share <= 1
+    assert 0 <= (options.layerwise.coverage or 0) <= 1
+    assert 0 <= (options.layerwise.warmup or 0) <= MAX_LAYERS
 
 
 @given(st.lists(st.integers(-3, 40), max_size=8))
