@@ -2,8 +2,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env model redis demo demo-shared conversation test drills bench bench-index check fmt \
-	wheel clean
+.PHONY: help env model redis demo demo-shared conversation test drills bench bench-index quality \
+	check fmt wheel clean
 
 # Safe path: run from here, the folder sched/ must not hide the standard library's module.
 export PYTHONSAFEPATH := 1
@@ -45,6 +45,10 @@ bench-index: env redis  ## the shared index with a million entries; build/bench-
 
 bench: model  ## interleaved plain and PIC pairs; build/bench.json and a plot
 	@model=$(MODEL); exec $(PY) -m sglang_ext.scripts.bench --model "$$model"
+
+quality: model  ## quality of every strategy against full prefill; build/quality.json and plots
+	@model=$$($(PY) -m sglang_ext.scripts.model --adapter scripts/quality/adapter); \
+		exec $(PY) -m sglang_ext.scripts.quality.run --model "$$model"
 
 check: env  ## lint, format, types, import layers, wheel contents
 	$(PY) -m ruff check

@@ -115,7 +115,8 @@ def parse_arm(text: str) -> Arm:
         raise ConfigError(f"arm {text!r}: got {budget!r}, expected {form}")
     phases = None
     if layers:
-        phases = Phases(*(_count(text, name, got, form) for name, got in zip("WP", layers)))
+        warmup, probe = layers
+        phases = Phases(_count(text, "W", warmup, form), _count(text, "P", probe, form))
     return Arm(strategy, phases=phases, coverage=_share(text, coverage, form))
 
 
@@ -134,6 +135,24 @@ def parse_arms(texts: Iterable[str]) -> tuple[Arm, ...]:
     return tuple(arm for arm in dict.fromkeys((REUSE, *arms)) if arm != FULL)
 
 
+def _count(text: str, name: str, got: str, form: str, least: int = 0) -> int:
+    if not (got.isascii() and got.isdigit()) or int(got) < least:
+        expected = f"{form} with {name} an integer of at least {least}"
+        raise ConfigError(f"arm {text!r}: {name}: got {got!r}, expected {expected}")
+    return int(got)
+
+
+def _share(text: str, got: str, form: str) -> float:
+    try:
+        share = round(float(got.removesuffix("%")) / (100 if got.endswith("%") else 1), 9)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        expected = f"{form} with R a share above 0 and below 1, such as 0.15 or 15%"
+        raise ConfigError(f"arm {text!r}: R: got {got!r}, expected {expected}")
+    return share
+
+
 DEFAULT_ARMS = parse_arms(
     (
         "reuse",
@@ -150,21 +169,3 @@ DEFAULT_ARMS = parse_arms(
 Of L layers, kvdev computes `((w + p) + (L - w - p) r) / L`, qci `(w + (L - w) r) / L`, cacheblend
 as kvdev without p, prophetkv r; daric and epic `n_avg` of the tokens of a chunk.
 """
-
-
-def _count(text: str, name: str, got: str, form: str, least: int = 0) -> int:
-    if not (got.isascii() and got.isdigit()) or int(got) < least:
-        expected = f"{form} with {name} an integer of at least {least}"
-        raise ConfigError(f"arm {text!r}: {name}: got {got!r}, expected {expected}")
-    return int(got)
-
-
-def _share(text: str, got: str, form: str) -> float:
-    try:
-        share = float(got.removesuffix("%")) / (100 if got.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        expected = f"{form} with R a share above 0 and below 1, such as 0.15 or 15%"
-        raise ConfigError(f"arm {text!r}: R: got {got!r}, expected {expected}")
-    return share
