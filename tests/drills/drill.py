@@ -384,9 +384,15 @@ class Run:
         return judge(self.name, self.outcomes, self.served.calm_ms, self._recovered_s)
 
     def is_prompt(self) -> bool:
-        """Whether no request waited for longer than noise explains."""
-        noise_ms = 2 * max(self.served.calm_ms.values(), default=0.0)
-        return self.row.max_wait_ms <= MAX_WAIT_MS + noise_ms
+        """Whether no request waited for longer than noise explains.
+
+        Noise is what requests took before the fault, or after it where it was there at first.
+        """
+        calm_ms = [*self.served.calm_ms.values()]
+        if not calm_ms and self._recovered_s is not None:
+            well_s = self._ended_s + self._recovered_s
+            calm_ms = [o.elapsed_ms for o in self.outcomes if o.began_s >= well_s]
+        return self.row.max_wait_ms <= MAX_WAIT_MS + 2 * max(calm_ms, default=0.0)
 
     @property
     def errors(self) -> list[str]:
