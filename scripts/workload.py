@@ -76,7 +76,7 @@ def cut_passages(
     seen: set[str] = set()
     for name, document in topics.items():
         text = ""
-        for sentence in _sentences(document):
+        for sentence in sentences_of(document):
             text += sentence
             num_tokens = count_tokens(f"{text}\n\n")
             if num_tokens < min_tokens:
@@ -128,7 +128,7 @@ def _draw(
     return Prompt(chosen, f"Question: What do the passages say about {topic}?\nAnswer:")
 
 
-def _sentences(document: str) -> Iterator[str]:
+def sentences_of(document: str) -> Iterator[str]:
     """Sentences of the paragraphs that are prose: not indented, ended by a full stop."""
     for paragraph in re.split(r"\n\s*\n", document):
         lines = paragraph.strip("\n").splitlines()

@@ -230,7 +230,12 @@ class PicExecutor:
                 num_hits = [lease.num_hits[index] for index in indices]
                 hits = resolve_hits(chunks, num_hits, known, job.prefix_len)
                 job.replan = partial(
-                    _plan, chunks, hits, job.prefix_len, job.num_tokens, task.keeps_query
+                    plan_prompt,
+                    chunks,
+                    hits,
+                    prefix_len=job.prefix_len,
+                    num_tokens=job.num_tokens,
+                    keeps_query=task.keeps_query,
                 )
                 plan = job.plan = job.replan(task.selection)
             with _timed(report, "misses"):
@@ -347,17 +352,6 @@ class PicExecutor:
         slots = torch.cat([job.slots[span.start : span.end] for span in spans])
         self._pool.place(pieces, slots)
         return int(slots.numel()) * self._pool.bytes_per_token
-
-
-def _plan(
-    chunks: Sequence[Chunk],
-    hits: Sequence[int],
-    prefix_len: int,
-    num_tokens: int,
-    keeps_query: bool,
-    selection: tuple[Span, ...],
-) -> PromptPlan:
-    return plan_prompt(chunks, hits, selection, prefix_len, num_tokens, keeps_query)
 
 
 def _layer_job(job: _Job, row: Row) -> LayerJob | None:

@@ -66,8 +66,8 @@ class LayerStack(Protocol):
         """`[num_rows, vocab]` of the last token of each row, from what the last layer put out."""
 
 
-class BoundaryStack:
-    """Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: the residual lives in the ForwardBatch."""
+class _Decoder:
+    """What the families have in common."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -77,6 +77,10 @@ class BoundaryStack:
     def embed(self, token_ids: Tensor) -> Hidden:
         """See `LayerStack`."""
         return Hidden(self._model.model.embed_tokens(token_ids), None)
+
+
+class BoundaryStack(_Decoder):
+    """Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: the residual lives in the ForwardBatch."""
 
     def run(self, layer: int, hidden: Hidden, forward_batch: Any) -> Hidden:
         """See `LayerStack`."""
@@ -91,17 +95,8 @@ class BoundaryStack:
         return _logits(self._model, self._model.lm_head, normed, forward_batch)
 
 
-class GemmaStack:
+class GemmaStack(_Decoder):
     """Gemma3: hidden and residual travel as arguments, with rotations for both kinds of layers."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._layers = model.model.layers
-        self.num_layers = len(self._layers)
-
-    def embed(self, token_ids: Tensor) -> Hidden:
-        """See `LayerStack`."""
-        return Hidden(self._model.model.embed_tokens(token_ids), None)
 
     def run(self, layer: int, hidden: Hidden, forward_batch: Any) -> Hidden:
         """See `LayerStack`."""

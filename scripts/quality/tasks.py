@@ -21,11 +21,12 @@ same kind stand around it, so that nothing can be answered by looking for the on
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
+
+from sglang_ext.scripts.workload import sentences_of
 
 SYSTEM = "Read the passages, then answer the question. The answer is short.\n\n"
 TOOL_SYSTEM = "Read the tools and the profile, then write the call of one tool.\n\n"
@@ -33,7 +34,6 @@ ANSWER = "Answer:"
 HELD_OUT = 4
 """Every so manieth topic of the prose is kept for evaluation, the others are for training."""
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z(*\"'])")
 _ONSETS = (
     *("b", "br", "d", "dr", "f", "fl", "g", "gr", "h", "k", "kl", "l"),
     *("m", "n", "p", "pr", "r", "s", "st", "t", "tr", "v", "z"),
@@ -138,17 +138,6 @@ def training_topics(topics: Mapping[str, str]) -> dict[str, str]:
 def held_out_topics(topics: Mapping[str, str]) -> dict[str, str]:
     """What only the evaluation sees."""
     return {name: text for index, (name, text) in enumerate(topics.items()) if not index % HELD_OUT}
-
-
-def sentences_of(document: str) -> list[str]:
-    """Sentences of the paragraphs that are prose: not indented, ended by a full stop."""
-    found: list[str] = []
-    for paragraph in re.split(r"\n\s*\n", document):
-        lines = paragraph.strip("\n").splitlines()
-        text = " ".join(line.strip() for line in lines)
-        if lines and text.endswith(".") and not any(line.startswith("   ") for line in lines):
-            found += _SENTENCE_END.split(text)
-    return found
 
 
 class Names:

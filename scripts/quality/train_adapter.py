@@ -48,6 +48,7 @@ from sglang_ext.scripts.quality.tasks import (
     make_tools,
     training_topics,
 )
+from sglang_ext.scripts.server import load_encoder
 from sglang_ext.scripts.workload import python_topics
 
 MAX_CHUNKS = 32
@@ -281,14 +282,6 @@ def save_adapter(changes: Mapping[str, LowRank], rank: int, folder: Path) -> Non
     (folder / "adapter_config.json").write_text(
         json.dumps(config, indent=1) + "\n", encoding="utf-8"
     )
-
-
-def load_encoder(model: str) -> Encode:
-    """Text to token ids, nothing added."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def train(

@@ -19,10 +19,10 @@ from sglang_ext.scripts.quality.train_adapter import (
     add_adapter,
     answer_loss,
     collate,
-    load_encoder,
     make_example,
     save_adapter,
 )
+from sglang_ext.scripts.server import load_encoder
 from sglang_ext.scripts.workload import python_topics
 
 
